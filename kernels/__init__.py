@@ -1,0 +1,1 @@
+"""Attention over latents: plain-torch oracles and the paths built on them."""

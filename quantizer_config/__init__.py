@@ -1,0 +1,1 @@
+"""Configuration of WSVD: pure data, validated, JSON round trip."""
