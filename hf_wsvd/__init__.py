@@ -1,6 +1,28 @@
-"""Low-rank latent KV caches for Hugging Face models."""
+"""Low-rank latent KV caches for Hugging Face models (WSVD, arXiv 2604.02570).
 
+Importing this package registers the quantization method "wsvd" and the attention functions "wsvd" and "wsvd_eager"
+with transformers.
+"""
+
+from .attention import register_attention
+from .cache import WSVDCache, cache_nbytes
+from .calibration import collect_statistics, default_calibration
+from .quantizer import WSVDHfQuantizer, compress
+from .quantizer_config import WSVDConfig
+from .register import register_quantization
 from .version import __version__
 
 
-__all__ = ["__version__"]
+register_attention()
+register_quantization(WSVDConfig, WSVDHfQuantizer)
+
+__all__ = [
+    "WSVDCache",
+    "WSVDConfig",
+    "WSVDHfQuantizer",
+    "__version__",
+    "cache_nbytes",
+    "collect_statistics",
+    "compress",
+    "default_calibration",
+]

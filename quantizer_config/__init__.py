@@ -1,1 +1,8 @@
 """Configuration of WSVD: pure data, validated, JSON round trip."""
+
+from .config import FORMAT_VERSION, WSVDConfig
+from .layout import KeyLayout
+from .ranks import rank_for_ratio, resolve_ranks
+
+
+__all__ = ["FORMAT_VERSION", "KeyLayout", "WSVDConfig", "rank_for_ratio", "resolve_ranks"]

@@ -1,0 +1,216 @@
+"""Calibration data: the built-in default set, and the check and record of any set before it reaches a model.
+
+A calibration set is an iterable of model-input dicts, what a tokenizer or processor returns, so that any modality a
+model takes can be calibrated on. Importing this module loads neither data nor model.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .chat import chat_inputs
+from .documentation import documentation_text
+
+
+Batch = dict[str, torch.Tensor]
+
+TOKEN_COLUMNS = ("input_ids", "inputs_embeds")
+# Scenes of the default set come from seeds that no evaluation set of a small seed reaches.
+SCENE_SEED_OFFSET = 1_000_003
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether the model's forward names `pixel_values`."""
+    return "pixel_values" in inspect.signature(model.forward).parameters
+
+
+def default_calibration(
+    model: PreTrainedModel, processor: Any = None, *, samples: int = 64, max_tokens: int = 512, seed: int = 0
+) -> list[Batch]:
+    """The built-in calibration set: `samples` batches of one sequence each, on the CPU.
+
+    A vision-language model gets emoji-grid scenes with a question and its answer in the processor's chat template
+    (`max_tokens` does not cut these), a text model gets windows of `max_tokens` tokens of Python's documentation. The
+    same arguments give the same set. Both are generic: data like that of the later use calibrates better.
+
+    Args:
+        processor: the model's processor (images) or tokenizer (text); loaded from where the model came from if None.
+    Raises:
+        ValueError: no processor can be found, it has no chat template, or a count is below 1.
+    """
+    if samples < 1 or max_tokens < 1:
+        raise ValueError(f"samples and max_tokens must be at least 1, got {samples} and {max_tokens}")
+    if processor is None:
+        processor = load_processor(model)
+    if takes_images(model):
+        return scene_batches(processor, samples, seed)
+    return text_windows(processor, documentation_text("calibration", seed), samples, max_tokens)
+
+
+def load_processor(model: PreTrainedModel) -> Any:
+    """The processor (images) or tokenizer (text) stored where `model` was loaded from; ValueError if there is none."""
+    from transformers import AutoProcessor, AutoTokenizer
+
+    source = getattr(model.config, "_name_or_path", "")
+    kind, auto_class = ("processor", AutoProcessor) if takes_images(model) else ("tokenizer", AutoTokenizer)
+    remedy = f"Pass calibration=[...], a list of model-input dicts, or processor=, the model's {kind}."
+    if not source:
+        raise ValueError(
+            f"The default calibration set needs a {kind}, and the model was not loaded from a path. {remedy}"
+        )
+    try:
+        return auto_class.from_pretrained(source)
+    except Exception as error:  # OSError, ValueError, ImportError or KeyError, by what is missing
+        raise ValueError(
+            f"The default calibration set needs a {kind}; none loads from {source!r} ({_first_line(error)}). {remedy}"
+        ) from error
+
+
+def scene_batches(processor: Any, samples: int, seed: int) -> list[Batch]:
+    """`samples` scenes as chat prompts with their answers, spread evenly over the question types."""
+    from ..demo.dataset import evaluation_set
+    from ..demo.questions import QUESTION_TYPES
+
+    if getattr(processor, "chat_template", None) is None or getattr(processor, "image_processor", None) is None:
+        raise ValueError(
+            f"The default calibration set of a vision-language model needs a processor with images and a chat "
+            f"template, not {type(processor).__name__}. Pass calibration=[...], a list of model-input dicts."
+        )
+    scenes = evaluation_set(seed=SCENE_SEED_OFFSET + seed, questions_per_type=-(-samples // len(QUESTION_TYPES)))
+    chosen = scenes.shuffle(seed=seed).select(range(samples))
+    return [chat_inputs(processor, [row], with_answer=True) for row in chosen]
+
+
+def text_windows(tokenizer: Any, text: str, samples: int, max_tokens: int) -> list[Batch]:
+    """`samples` windows of at most `max_tokens` tokens at even distances in `text`; `input_ids` int64 `[1, S]`.
+
+    Windows overlap when the text is short. Each starts with the tokenizer's BOS token if the tokenizer adds one.
+    """
+    start = tokenizer("")["input_ids"]
+    start = start if start == [tokenizer.bos_token_id] and max_tokens > 1 else []
+    length = max_tokens - len(start)
+    # verbose=False: the text is longer than the model's context on purpose, and is cut below
+    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not tokens:
+        raise ValueError(f"The calibration text has no tokens under {type(tokenizer).__name__}")
+    last = max(len(tokens) - length, 0)
+    begins = [round(last * i / max(samples - 1, 1)) for i in range(samples)]
+    windows = [torch.tensor([start + tokens[begin : begin + length]]) for begin in begins]
+    return [{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in windows]
+
+
+def validate_batches(batches: Any, model: PreTrainedModel, *, description: str = "Calibrating") -> Iterator[Batch]:
+    """Check a calibration set batch by batch, lazily, under a progress bar, and yield the model's inputs.
+
+    Accepts one model-input dict or an iterable of them (list, generator, DataLoader, `datasets.Dataset` in torch
+    format). Tensors keep their device and dtype. A row without batch axis, as from a Dataset, gets one in each column;
+    columns that are no tensors and no arguments of the model's forward (captions, file names) are left out.
+
+    Raises:
+        ValueError: nothing to iterate or no batch in it; no `input_ids` and no `inputs_embeds`; a model argument that
+            is no tensor; wrong dtype or rank; token ids outside the vocabulary.
+    """
+    if isinstance(batches, Mapping):
+        batches = [batches]
+    if isinstance(batches, (str, bytes, torch.Tensor)) or not isinstance(batches, Iterable):
+        raise ValueError(
+            f"Calibration data must be a model-input dict or an iterable of them, got {type(batches).__name__}"
+        )
+    arguments = set(inspect.signature(model.forward).parameters)
+    number = -1
+    for number, batch in enumerate(logging.tqdm(batches, desc=description, unit="batch")):
+        yield _checked(batch, number, arguments, model)
+    if number < 0:
+        raise ValueError("Calibration data is empty: no batch to run the model on")
+
+
+def calibration_info(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+    """What a checkpoint records of its calibration set: `samples`, `tokens` (attended ones), `sha256` of the contents.
+
+    The digest covers names, dtypes, shapes and values, in order, so equal sets in unequal batches differ.
+    """
+    samples = tokens = 0
+    digest = hashlib.sha256()
+    for batch in batches:
+        first = batch.get("input_ids", batch.get("inputs_embeds"))
+        samples += first.shape[0]
+        mask = batch.get("attention_mask")
+        attended = first.shape[0] * first.shape[1] if mask is None or mask.ndim != 2 else int((mask != 0).sum())
+        tokens += attended
+        for name in sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor)):
+            value = batch[name].detach().cpu().contiguous()
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+            digest.update(value.flatten().view(torch.uint8).numpy().data)  # bytes: numpy has no bfloat16
+    return {"samples": samples, "tokens": tokens, "sha256": digest.hexdigest()}
+
+
+def _checked(batch: Any, number: int, arguments: set[str], model: PreTrainedModel) -> Batch:
+    """One batch with its columns checked, see `validate_batches`."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"Calibration batch {number} must be a dict of tensors, got {type(batch).__name__}; run the tokenizer or "
+            f"processor with return_tensors='pt' first"
+        )
+    found = ", ".join(batch) or "none"
+    if not any(batch.get(name) is not None for name in TOKEN_COLUMNS):
+        raise ValueError(
+            f"Calibration batch {number} needs a column input_ids or inputs_embeds; columns found: {found}"
+        )
+    tensors = {}
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value
+        elif name in arguments and value is not None:
+            raise ValueError(
+                f"Column {name} of calibration batch {number} must be a tensor, got {type(value).__name__}; use "
+                f"return_tensors='pt', or Dataset.with_format('torch')"
+            )
+    if not any(name in tensors for name in TOKEN_COLUMNS):
+        raise ValueError(
+            f"Calibration batch {number} needs a tensor input_ids or inputs_embeds; columns found: {found}"
+        )
+    ids, embeds = tensors.get("input_ids"), tensors.get("inputs_embeds")
+    if (ids is not None and ids.ndim == 1) or (ids is None and embeds.ndim == 2):
+        tensors = {name: value[None] for name, value in tensors.items()}
+        ids, embeds = tensors.get("input_ids"), tensors.get("inputs_embeds")
+    if ids is not None:
+        _check_ids(ids, number, model)
+    if embeds is not None:
+        _expect(embeds.is_floating_point(), "inputs_embeds", number, "a floating dtype", embeds.dtype)
+        _expect(embeds.ndim == 3, "inputs_embeds", number, "shape [batch, sequence, hidden]", tuple(embeds.shape))
+    mask = tensors.get("attention_mask")
+    if mask is not None and mask.ndim == 2:
+        shape = (ids if ids is not None else embeds).shape[:2]
+        _expect(mask.shape == shape, "attention_mask", number, f"shape {list(shape)}", list(mask.shape))
+    pixels = tensors.get("pixel_values")
+    if pixels is not None:
+        _expect(pixels.is_floating_point(), "pixel_values", number, "a floating dtype", pixels.dtype)
+    return tensors
+
+
+def _check_ids(ids: torch.Tensor, number: int, model: PreTrainedModel) -> None:
+    """Token ids: integers `[batch, sequence]`, not empty, inside the embedding."""
+    _expect(ids.dtype in (torch.int64, torch.int32), "input_ids", number, "dtype int64 or int32", ids.dtype)
+    _expect(
+        ids.ndim == 2 and ids.numel() > 0, "input_ids", number, "shape [batch, sequence], not empty", list(ids.shape)
+    )
+    vocabulary = model.get_input_embeddings().num_embeddings
+    low, high = int(ids.min()), int(ids.max())
+    inside = low >= 0 and high < vocabulary
+    _expect(inside, "input_ids", number, f"ids from 0 to {vocabulary - 1}, the model's vocabulary", f"{low} to {high}")
+
+
+def _expect(condition: bool, column: str, number: int, wanted: str, found: Any) -> None:
+    """ValueError with one wording for every failed check of a column."""
+    if not condition:
+        raise ValueError(f"Column {column} of calibration batch {number} must have {wanted}; found {found}")
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of an error's text, or its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

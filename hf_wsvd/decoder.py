@@ -1,0 +1,83 @@
+"""Where in a model the layers stand that can be compressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from .modules import LatentProjection
+
+
+@dataclass(frozen=True)
+class DecoderAttention:
+    """One attention layer of the text decoder.
+
+    Attributes:
+        layer: decoder layer number.
+        name: module name within the model, e.g. `model.layers.3.self_attn`.
+        module: the layer itself, with `k_proj` and `v_proj`.
+        head_dim, heads: of its keys and values.
+    """
+
+    layer: int
+    name: str
+    module: nn.Module
+    head_dim: int
+    heads: int
+
+    def side_name(self, side: str) -> str:
+        """Module name of the projection `side` ("k" or "v")."""
+        return f"{self.name}.{side}_proj"
+
+
+def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:
+    """Attention layers of the text decoder with separate key and value projections, in layer order.
+
+    Vision towers are left out (their attention has a `k_proj` too): only `model.get_decoder()` is looked at.
+
+    Raises:
+        ValueError: for an encoder-decoder model, whose cross attention holds no growing cache.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder model; hf_wsvd compresses decoders only")
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    found = []
+    for name, module in decoder.named_modules():
+        projections = [getattr(module, f"{side}_proj", None) for side in "kv"]
+        if not all(isinstance(p, nn.Linear | LatentProjection) for p in projections):
+            continue
+        if getattr(module, "layer_idx", None) is None or getattr(module, "head_dim", None) is None:
+            continue
+        if getattr(module, "is_kv_shared_layer", False):  # reads another layer's cache, holds none
+            continue
+        heads, rest = divmod(projections[0].out_features, module.head_dim)
+        if rest == 0 and projections[1].out_features == projections[0].out_features:
+            full_name = ".".join(part for part in (prefix, name) if part)
+            found.append(DecoderAttention(module.layer_idx, full_name, module, module.head_dim, heads))
+    return sorted(found, key=lambda attention: attention.layer)
+
+
+def decoder_shape(model: PreTrainedModel) -> dict[str, object]:
+    """What a checkpoint's factors fit: recorded at compression, compared at load."""
+    config = model.config.get_text_config(decoder=True)
+    attentions = decoder_attentions(model)
+    return {
+        "model_type": model.config.model_type,
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_key_value_heads": sorted({a.heads for a in attentions}),
+        "head_dim": sorted({a.head_dim for a in attentions}),
+    }
+
+
+def matches(name: str, patterns: list[str] | None) -> bool:
+    """Whether a module name is one of `patterns`, lies under one, or ends in one (whole dotted parts)."""
+    parts = name.split(".")
+    for pattern in patterns or ():
+        wanted = pattern.split(".")
+        if any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1)):
+            return True
+    return False

@@ -1,0 +1,123 @@
+"""`quant_method: wsvd` of transformers: compress a dense checkpoint while loading it, load and save compressed ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+
+from .calibration import Statistics
+from .checkpoint import check_checkpoint
+from .quantizer_config import KeyLayout, WSVDConfig
+from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all
+from .version import __version__
+
+
+class WSVDHfQuantizer(HfQuantizer):
+    """Hooks of `from_pretrained`, `save_pretrained` and `dequantize` for `WSVDConfig`.
+
+    A dense checkpoint is loaded as usual and compressed afterwards, in process, on `WSVDConfig.calibration` or the
+    built-in default set. A compressed one gets its modules before any weight is read.
+    """
+
+    requires_calibration = False
+    quantization_config: WSVDConfig
+
+    def __init__(self, quantization_config: WSVDConfig, **kwargs: Any):
+        # The fit writes its results into the config; the caller's object stays reusable.
+        super().__init__(copy.deepcopy(quantization_config), **kwargs)
+        self._targets: list[Target] | None = None
+        self._fitted = False
+
+    def fit(self, model: PreTrainedModel, **data: Any) -> None:
+        """Compress a dense model; `data` as in `fit_latents`."""
+        fit_latents(model, self.quantization_config, **data)
+        self._fitted = True
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse what cannot work before anything is allocated."""
+        if kwargs.get("tp_plan") is not None or kwargs.get("distributed_config") is not None:
+            raise ValueError("hf_wsvd does not support tensor parallelism; load with device_map instead")
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._targets = insert_empty(model, self.quantization_config)
+            check_checkpoint(checkpoint_files, self._targets)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self.pre_quantized:
+            layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
+            bind_all(model, self._targets, layouts)
+            self._targets = None
+        elif not self._fitted:
+            self.fit(model, calibration=self.quantization_config.calibration)
+        model.add_model_tags(["hf_wsvd", "kv-cache"])
+        return model
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        # After save_pretrained, config.dtype is a string and transformers passes it on.
+        merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        return None, {"hf_wsvd_version": __version__}
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def compress(
+    model: PreTrainedModel,
+    config: WSVDConfig | None = None,
+    *,
+    calibration: Iterable[dict[str, Tensor]] | None = None,
+    statistics: Statistics | None = None,
+    processor: Any = None,
+) -> PreTrainedModel:
+    """Compress a loaded dense model in place, as `from_pretrained(..., quantization_config=config)` would.
+
+    Args:
+        model: any supported decoder or vision-language model, not quantized.
+        config: ranks; the default keeps half of every head.
+        calibration: model-input dicts to calibrate on; None takes `config.calibration`, or the default set.
+        statistics: what `collect_statistics` returned on the same dense model; then no calibration is run. Useful to
+            try several ratios.
+        processor: for the default set, when it cannot be loaded from where the model came from.
+
+    Returns:
+        The model itself, ready for `generate`, `save_pretrained`, `push_to_hub` and `dequantize`.
+
+    Raises:
+        ValueError: the model is quantized already, or `config`, the data or the model do not fit; the model is then
+            unchanged.
+    """
+    if getattr(model, "hf_quantizer", None) is not None:
+        method = model.hf_quantizer.quantization_config.quant_method
+        raise ValueError(f"the model is quantized already (quant_method={getattr(method, 'value', method)!r})")
+    quantizer = WSVDHfQuantizer(WSVDConfig() if config is None else config, pre_quantized=False)
+    if calibration is None:
+        calibration = quantizer.quantization_config.calibration
+    quantizer.fit(model, calibration=calibration, statistics=statistics, processor=processor)
+    quantizer.preprocess_model(model)
+    model.hf_quantizer = quantizer
+    quantizer.postprocess_model(model)
+    return model

@@ -1,0 +1,78 @@
+"""Tokens along the second-to-last axis of a preallocated tensor that grows in small steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def slack(tokens: int) -> int:
+    """Spare tokens allocated when a buffer grows: 1/64 of the length, in whole eights.
+
+    Copying `tokens` once in `tokens / 64` appends costs 64 token copies an append at any length (concatenation costs
+    `tokens`), and the unused memory stays below 1.6 %.
+    """
+    return max(8, -(-tokens // 64 // 8) * 8)
+
+
+class TokenBuffer:
+    """A tensor `[..., capacity, width]` of which tokens `start` to `end` are in use."""
+
+    def __init__(self, tokens: Tensor | None = None):
+        self.data = tokens
+        self.start = 0
+        self.end = 0 if tokens is None or tokens.numel() == 0 else tokens.shape[-2]
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def view(self) -> Tensor:
+        """The tokens in use, without a copy: `[..., len(self), width]`."""
+        if self.end == 0:
+            return self.data[..., :0, :] if self.data.dim() > 1 else self.data
+        return self.data[..., self.start : self.end, :]
+
+    def append(self, tokens: Tensor) -> Tensor:
+        """Add `tokens [..., n, width]` and return the view of all."""
+        if self.end == 0:
+            self.data = tokens.clone(memory_format=torch.contiguous_format)
+            self.start, self.end = 0, tokens.shape[-2]
+            return self.view
+        if tokens.requires_grad or self.data.requires_grad:  # in-place writes would break a backward pass
+            self.data = torch.cat([self.view, tokens], dim=-2)
+            self.start, self.end = 0, self.data.shape[-2]
+            return self.view
+        frozen = self.data.is_inference() and not torch.is_inference_mode_enabled()
+        if self.end + tokens.shape[-2] > self.data.shape[-2] or frozen:
+            self._move(len(self) + tokens.shape[-2])
+        self.data[..., self.end : self.end + tokens.shape[-2], :] = tokens
+        self.end += tokens.shape[-2]
+        return self.view
+
+    def _move(self, tokens: int) -> None:
+        """Move the tokens in use to the front of a tensor with room for `tokens` and some more."""
+        old = self.view
+        self.data = old.new_empty((*old.shape[:-2], tokens + slack(tokens), old.shape[-1]))
+        self.data[..., : old.shape[-2], :] = old
+        self.start, self.end = 0, old.shape[-2]
+
+    def crop(self, tokens: int) -> None:
+        """Drop the last `tokens` tokens."""
+        self.end = max(self.start, self.end - tokens)
+
+    def keep_last(self, tokens: int) -> None:
+        """Drop all but the last `tokens` tokens; their memory is reused when the buffer next moves."""
+        self.start = max(self.start, self.end - tokens)
+
+    def select_batch(self, index: Tensor) -> None:
+        """Keep rows `index` of the batch, in that order (boolean masks too); the slack stays."""
+        self.data = self.data[index.to(self.data.device)]
+
+    def repeat_batch(self, repeats: int) -> None:
+        """Repeat every row of the batch `repeats` times."""
+        self.data = self.data.repeat_interleave(repeats, dim=0)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move the memory to another device."""
+        self.data = self.data.to(device, non_blocking=True)
