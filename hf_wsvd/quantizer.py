@@ -1,4 +1,4 @@
-"""`quant_method: wsvd` of transformers: compress a dense checkpoint while loading it, load and save compressed ones."""
+"""`quant_method: wsvd` of transformers: compress dense checkpoints at load, load and save compressed ones."""
 
 from __future__ import annotations
 
