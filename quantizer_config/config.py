@@ -104,7 +104,7 @@ class WSVDConfig(QuantizationConfigMixin):
             raise ValueError(f"WSVDConfig: unknown field(s) {text}; allowed: {sorted(known)}")
 
     def post_init(self) -> None:
-        """Check every field that can be checked without the model."""
+        """Check every field that can be checked without the model; tuples become lists, as JSON has them."""
         check_int("version", self.version, 1, FORMAT_VERSION)
         check_int("rank_multiple", self.rank_multiple, 1, 256)
         for name in ("rank_ratio", "k_rank_ratio", "v_rank_ratio"):
@@ -129,6 +129,9 @@ class WSVDConfig(QuantizationConfigMixin):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
                 fail(name, value, "a dict or None")
+        for name, value in vars(self).items():
+            if isinstance(value, tuple) and name != "calibration":
+                setattr(self, name, list(value))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""

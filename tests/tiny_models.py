@@ -153,3 +153,8 @@ def prompt(family: str, batch: int = 1, tokens: int = 12, seed: int = 1) -> dict
         ids[:, 2:6] = IMAGE_TOKEN
         inputs["pixel_values"] = torch.randn(batch, 1, 3, 32, 32, generator=generator)
     return inputs
+
+
+def calibration_batches(family: str) -> list[dict[str, torch.Tensor]]:
+    """Enough tokens (128) to give every direction of the 48 inputs of `k_proj` some weight."""
+    return [prompt(family, batch=4, tokens=16, seed=seed) for seed in (101, 102)]

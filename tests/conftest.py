@@ -1,0 +1,81 @@
+"""Shared fixtures: tiny models of every family, dense, compressed and merged, built once a session."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+
+
+# Read when huggingface_hub is imported: no test may reach a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import tiny_models
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+import hf_wsvd
+from hf_wsvd.calibration import Statistics
+
+
+Factory = Callable[..., PreTrainedModel]
+
+logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> Iterator[None]:
+    """The same random numbers in every test, whichever tests ran before it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+@cache
+def _dense(family: str) -> PreTrainedModel:
+    return tiny_models.build(family)
+
+
+@cache
+def _statistics(family: str) -> Statistics:
+    return hf_wsvd.collect_statistics(_dense(family), tiny_models.calibration_batches(family))
+
+
+@cache
+def _compressed(family: str, rank_ratio: float | None, options: tuple) -> PreTrainedModel:
+    config = hf_wsvd.WSVDConfig(rank_ratio=rank_ratio, **dict(options))
+    return hf_wsvd.compress(copy.deepcopy(_dense(family)), config, statistics=_statistics(family))
+
+
+@cache
+def _merged(family: str, rank_ratio: float | None, options: tuple) -> PreTrainedModel:
+    return copy.deepcopy(_compressed(family, rank_ratio, options)).dequantize()
+
+
+@pytest.fixture(scope="session")
+def dense() -> Factory:
+    """`dense(family)`: the random model that every other fixture starts from. Shared: copy before changing it."""
+    return _dense
+
+
+@pytest.fixture(scope="session")
+def statistics() -> Callable[[str], Statistics]:
+    """`statistics(family)`: what calibration measured on `dense(family)`."""
+    return _statistics
+
+
+@pytest.fixture(scope="session")
+def compressed() -> Factory:
+    """`compressed(family, rank_ratio=0.5, **hashable_config_fields)`. Shared: copy before changing it."""
+    return lambda family, rank_ratio=0.5, **options: _compressed(family, rank_ratio, tuple(sorted(options.items())))
+
+
+@pytest.fixture(scope="session")
+def merged() -> Factory:
+    """`merged(family, rank_ratio=0.5, ...)`: the plain model with the weights `U_h D_h` of `compressed(...)`."""
+    return lambda family, rank_ratio=0.5, **options: _merged(family, rank_ratio, tuple(sorted(options.items())))
