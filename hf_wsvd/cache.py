@@ -80,7 +80,8 @@ class WSVDCache(Cache):
         latent = bound_layers(model)
         if not latent:
             raise ValueError(f"WSVDCache: {type(model).__name__} holds no layer compressed by hf_wsvd")
-        if max_cache_len is not None and (isinstance(max_cache_len, bool) or not max_cache_len > 0):
+        counts = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool) and max_cache_len > 0
+        if max_cache_len is not None and not counts:
             raise ValueError(
                 f"WSVDCache: max_cache_len={max_cache_len!r} is not allowed; allowed: at least 1, or None"
             )

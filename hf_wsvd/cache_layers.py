@@ -57,9 +57,12 @@ class GrowingMixin:
             self.value_buffer.to(self.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.batch_select_indices(beam_idx)
+        self._select_batch(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_batch(indices)
+
+    def _select_batch(self, indices: Tensor) -> None:
         if self.get_seq_length() > 0:
             self.key_buffer.select_batch(indices)
             self.value_buffer.select_batch(indices)

@@ -39,7 +39,9 @@ class TokenBuffer:
             self.data = tokens.clone(memory_format=torch.contiguous_format)
             self.start, self.end = 0, tokens.shape[-2]
             return self.view
-        if tokens.requires_grad or self.data.requires_grad:  # in-place writes would break a backward pass
+        if (
+            torch.is_grad_enabled()
+        ):  # earlier views may be saved for a backward pass, which in-place writes would break
             self.data = torch.cat([self.view, tokens], dim=-2)
             self.start, self.end = 0, self.data.shape[-2]
             return self.view

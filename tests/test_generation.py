@@ -8,14 +8,15 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from hf_wsvd import WSVDCache
-from hf_wsvd.cache_layers import LATENT_LAYERS, LatentMixin
-from hf_wsvd.compat import CACHE_ARGUMENT, cache_of_output
 from tiny_models import FAMILIES, TEXT_FAMILIES, build, prompt
 from transformers import DynamicCache
 
+from hf_wsvd import WSVDCache
+from hf_wsvd.cache_layers import LATENT_LAYERS, LatentMixin
+from hf_wsvd.compat import CACHE_ARGUMENT, cache_of_output
 
-NEW_TOKENS = 18
+
+NEW_TOKENS = 14
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 
 
@@ -132,11 +133,17 @@ def test_logits_of_every_step_equal_the_merged_model(family, compressed, merged)
         torch.testing.assert_close(ours_step, reference_step, atol=5e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("implementation", [None, "static"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"cache_implementation": "static"}, {"cache_implementation": "static", "prefill_chunk_size": 5}],
+    ids=["dynamic", "static", "static-chunked"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_cache_holds_latents(family, implementation, compressed):
+def test_the_cache_holds_latents(family, options, compressed):
+    if family == "qwen2_vl" and "prefill_chunk_size" in options and transformers.__version__.startswith("5.17"):
+        pytest.skip("transformers 5.17 cannot prefill Qwen2-VL in chunks, dense or not")
     model = compressed(family, 0.5)
-    out = greedy(model, prompt(family), cache_implementation=implementation, return_dict_in_generate=True)
+    out = greedy(model, prompt(family), return_dict_in_generate=True, **options)
     layers = cache_of_output(out).layers
     assert len(layers) == 3
     for layer in layers:
