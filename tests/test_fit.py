@@ -1,0 +1,195 @@
+"""Factors are the best ones for the measured inputs; the measurement is the plain second moment."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+
+import hf_wsvd
+from hf_wsvd.decoder import decoder_attentions
+from hf_wsvd.fit import factorise
+
+
+HEADS, HEAD_DIM, INPUTS = 2, 16, 48
+
+
+def random_weight() -> Tensor:
+    return torch.randn(HEADS * HEAD_DIM, INPUTS)
+
+
+def random_gram(rank: int = INPUTS, spread: float = 2.0) -> Tensor:
+    """Second moment of inputs whose energy falls by `10 ** spread` over `rank` directions."""
+    directions = torch.linalg.qr(torch.randn(INPUTS, INPUTS, dtype=torch.float64))[0][:, :rank]
+    return (directions * torch.logspace(0, -spread, rank, dtype=torch.float64)) @ directions.T
+
+
+def error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
+    """`E |W x - W' x|^2` in fp64."""
+    difference = weight.double() - approximation.double()
+    return torch.einsum("oi,ij,oj->", difference, gram, difference).item()
+
+
+def product(down: Tensor, up: Tensor) -> Tensor:
+    return (up.double() @ down.double()).flatten(0, 1)
+
+
+def textbook(weight: Tensor, rank: int, gram: Tensor) -> Tensor:
+    """The whitened SVD as papers state it: factor `S = L L^T`, cut the SVD of `W_h L`, undo L."""
+    factor = torch.linalg.cholesky(gram)
+    heads = []
+    for head in weight.double().split(HEAD_DIM):
+        u, s, v = torch.linalg.svd(head @ factor, full_matrices=False)
+        heads.append(
+            torch.linalg.solve_triangular(factor, (u[:, :rank] * s[:rank]) @ v[:rank], upper=False, left=False)
+        )
+    return torch.cat(heads)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8, 15])
+def test_factors_are_as_good_as_the_textbook_whitened_svd(rank):
+    weight, gram = random_weight(), random_gram()
+    found = error(weight, product(*factorise(weight, HEADS, rank, gram, damping=0)), gram)
+    assert found == pytest.approx(error(weight, textbook(weight, rank, gram), gram), rel=1e-5)
+    plain = error(weight, product(*factorise(weight, HEADS, rank, torch.eye(INPUTS))), gram)
+    assert found < 0.95 * plain
+
+
+@pytest.mark.parametrize("damping", [1e-4, 0.1])
+def test_damping_gives_every_input_direction_its_share_of_the_mean_energy(damping):
+    weight, gram = random_weight(), random_gram(rank=4)
+    damped = gram + damping * gram.diagonal().mean() * torch.eye(INPUTS)
+    found = error(weight, product(*factorise(weight, HEADS, 8, gram, damping)), damped)
+    assert found == pytest.approx(error(weight, textbook(weight, 8, damped), damped), rel=1e-5)
+
+
+def test_a_gram_of_zeros_falls_back_to_the_plain_svd():
+    weight, identity = random_weight(), torch.eye(INPUTS, dtype=torch.float64)
+    found = error(weight, product(*factorise(weight, HEADS, 8, torch.zeros(INPUTS, INPUTS))), identity)
+    assert found == pytest.approx(error(weight, textbook(weight, 8, identity), identity), rel=1e-5)
+
+
+@pytest.mark.parametrize("measured", [1, 3, 8])
+@pytest.mark.parametrize("damping", [0, 1e-4])
+def test_directions_no_more_than_the_rank_are_kept(measured, damping):
+    weight, gram = random_weight(), random_gram(rank=measured)
+    down, up = factorise(weight, HEADS, 8, gram.float(), damping)  # fp32: eigenvalues of the noise may be negative
+    assert error(weight, product(down, up), gram) < 1e-7 * error(weight, torch.zeros_like(weight), gram)
+    assert torch.isfinite(down).all()
+
+
+@pytest.mark.parametrize("gram", ["full", "singular", "zeros"])
+def test_the_up_factor_has_orthonormal_columns_and_down_is_its_projection(gram):
+    matrix = {"full": random_gram(), "singular": random_gram(2), "zeros": torch.zeros(INPUTS, INPUTS)}[gram]
+    weight = random_weight()
+    down, up = factorise(weight, HEADS, 5, matrix)
+    assert (down.shape, up.shape) == ((HEADS, 5, INPUTS), (HEADS, HEAD_DIM, 5))
+    torch.testing.assert_close(up.mT @ up, torch.eye(5).expand(HEADS, -1, -1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(down, up.mT @ weight.view(HEADS, HEAD_DIM, INPUTS), rtol=0, atol=1e-4)
+
+
+def test_latent_directions_are_ordered_by_energy():
+    gram = random_gram()
+    down, _ = factorise(random_weight(), HEADS, 8, gram)
+    energy = torch.einsum("hri,ij,hrj->hr", down.double(), gram, down.double())
+    assert (energy.diff(dim=1) <= 0).all()
+
+
+def test_full_rank_is_the_weight_itself():
+    weight = random_weight()
+    down, up = factorise(weight.bfloat16(), HEADS, HEAD_DIM, random_gram())
+    assert up is None
+    assert torch.equal(down.flatten(0, 1).bfloat16(), weight.bfloat16())
+
+
+def test_a_weight_of_low_rank_is_reproduced():
+    weight = torch.cat([torch.randn(HEAD_DIM, 3) @ torch.randn(3, INPUTS) for _ in range(HEADS)])
+    approximation = product(*factorise(weight, HEADS, 3, random_gram()))
+    torch.testing.assert_close(approximation.float(), weight, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rank", [8, HEAD_DIM])
+def test_a_weight_that_is_not_finite_is_refused(value, rank):
+    weight = random_weight()
+    weight[3, 5] = value
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        factorise(weight, HEADS, rank, random_gram())
+
+
+def padded_batches() -> list[dict[str, Tensor]]:
+    """Two batches; in each, row i starts with 2i padding tokens of arbitrary id."""
+    batches = [tiny_models.prompt("llama", batch=3, tokens=10, seed=seed) for seed in (5, 6)]
+    for batch in batches:
+        batch["attention_mask"] = (torch.arange(10)[None] >= 2 * torch.arange(3)[:, None]).long()
+    return batches
+
+
+def test_statistics_are_the_second_moment_of_attended_inputs(dense):
+    model = dense("llama")
+    seen: dict[int, list[Tensor]] = {a.layer: [] for a in decoder_attentions(model)}
+    handles = [
+        a.module.v_proj.register_forward_pre_hook(lambda _, args, kept=seen[a.layer]: kept.append(args[0].double()))
+        for a in decoder_attentions(model)
+    ]
+    for batch in padded_batches():
+        with torch.no_grad():
+            model(**batch)
+        for kept in seen.values():
+            kept[-1] = kept[-1][batch["attention_mask"].bool()]
+    for handle in handles:
+        handle.remove()
+    found = hf_wsvd.collect_statistics(model, padded_batches())
+    assert set(found.gram) == {0, 1, 2}
+    assert (found.info["samples"], found.info["tokens"]) == (6, 2 * (10 + 8 + 6))
+    for layer, gram in found.gram.items():
+        inputs = torch.cat(seen[layer])
+        assert len(inputs) == found.info["tokens"]
+        torch.testing.assert_close(gram, inputs.T @ inputs / len(inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_do_not_depend_on_the_batching(dense):
+    whole = padded_batches()
+    single = [{name: value[i : i + 1] for name, value in batch.items()} for batch in whole for i in range(3)]
+    together = hf_wsvd.collect_statistics(dense("llama"), whole)
+    apart = hf_wsvd.collect_statistics(dense("llama"), (batch for batch in single))
+    for layer, gram in together.gram.items():
+        torch.testing.assert_close(apart.gram[layer], gram, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", tiny_models.VISION_FAMILIES, ids=lambda f: f.__name__)
+def test_image_tokens_count_like_any_other(family, dense):
+    batch = tiny_models.prompt(family.__name__, batch=2)
+    other = {**batch, "pixel_values": -batch["pixel_values"]}
+    first, second = (hf_wsvd.collect_statistics(dense(family.__name__), [b]) for b in (batch, other))
+    assert first.info["tokens"] == batch["input_ids"].numel()
+    assert (first.gram[0] - second.gram[0]).norm() > 1e-3 * first.gram[0].norm()
+
+
+def test_inputs_embeds_calibrate_as_their_ids_do(dense):
+    model, batch = dense("llama"), tiny_models.prompt("llama")
+    embeds = model.get_input_embeddings()(batch["input_ids"]).detach()
+    by_id, by_embedding = (hf_wsvd.collect_statistics(model, b) for b in (batch, {"inputs_embeds": embeds}))
+    assert all(torch.equal(by_id.gram[layer], by_embedding.gram[layer]) for layer in by_id.gram)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_in_its_mode_without_hooks(dense, training):
+    model = copy.deepcopy(dense("llama")).train(training)
+    hf_wsvd.collect_statistics(model, padded_batches())
+    assert all(module.training is training for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_a_failing_calibration_names_the_module_and_leaves_mode_and_hooks(dense):
+    model = copy.deepcopy(dense("llama")).train()
+    model.model.layers[1].input_layernorm.weight.data[3] = float("inf")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj are not finite"):
+        hf_wsvd.collect_statistics(model, padded_batches())
+    with pytest.raises(ValueError, match="vocabulary"):
+        hf_wsvd.collect_statistics(model, [*padded_batches(), {"input_ids": torch.tensor([[999]])}])
+    assert model.training
+    assert not any(module._forward_pre_hooks for module in model.modules())
