@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, constants
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
+from .attention import bound_layers
+from .decoder import decoder_attentions
 from .version import __version__
 
 
@@ -78,7 +81,7 @@ def model_card(
     kv_bytes: Mapping[str, float] | None = None,
     dataset: str | list[str] | None = None,
     license: str | None = None,
-    processor_id: str | None = None,
+    with_processor: bool = False,
     tags: Iterable[str] = (),
 ) -> ModelCard:
     """The card of a model compressed with WSVD.
@@ -86,14 +89,14 @@ def model_card(
     Args:
         model: The compressed model.
         repo_id: Where it is going to live; the snippet loads it from there.
-        base_model: The dense model's name on the Hub. Taken from the model where it is known to come from the Hub;
-            a local folder is left out, with a warning.
+        base_model: The dense model's name on the Hub; by default what the fit recorded. The path of a local folder is
+            left out, with a warning.
         metrics: Scores as `Measurement`, or as mappings with its fields.
-        kv_bytes: Bytes per token over all layers, under the keys `"dense"` and `"compressed"`. Counted from the ranks
-            by default.
+        kv_bytes: Bytes per token, under the keys `"dense"` and `"compressed"`; by default `kv_bytes_per_token`.
         dataset: Names on the Hub of the data the ranks were fitted on.
         license: Its identifier on the Hub, such as `"apache-2.0"`.
-        processor_id: Where the snippet loads the processor or tokenizer from; `repo_id` by default.
+        with_processor: Whether the repository holds the processor or tokenizer; if not, the snippet loads the base
+            model's.
         tags: More tags.
 
     Raises:
@@ -103,13 +106,13 @@ def model_card(
     check_compressed(model)
     config = model.config.quantization_config
     rows = [row if isinstance(row, Measurement) else Measurement(**row) for row in metrics or ()]
-    known = _base_model(model, base_model)
-    if known is None and (base_model or (repo_id and not model.hf_quantizer.pre_quantized)):
-        name = base_model or model.config._name_or_path
+    info = dict(config.calibration_info or {})
+    recorded = info.pop("base_model", None)
+    base_model = hub_name(base_model) if base_model else recorded
+    if base_model is None and repo_id is not None:
         logger.warning(
-            f"The model card names no base model ({name!r} is not one on the Hub); pass base_model='owner/name'"
+            f"The card of {repo_id} names no base model: none is known to be on the Hub; pass base_model=..."
         )
-    base_model = known
     multimodal = _is_image_text_to_text(model)
     task = "image-text-to-text" if multimodal else "text-generation"
     title = (repo_id or base_model or type(model).__name__).split("/")[-1]
@@ -136,15 +139,39 @@ def model_card(
         auto_processor="AutoProcessor" if multimodal else "AutoTokenizer",
         processor_variable="processor" if multimodal else "tokenizer",
         repo_id=repo_id,
-        processor_id=processor_id or repo_id,
+        processor_id=base_model if base_model and not with_processor else repo_id,
         metrics=rows,
         kv_bytes=kv_bytes or kv_bytes_per_token(model),
-        head_dim=_decoder_shape(model)[1],
-        k_ranks=describe_ranks(config.k_rank),
-        v_ranks=describe_ranks(config.v_rank),
-        calibration_info=config.calibration_info,
+        head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
+        k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
+        v_ranks=describe_ranks(_cached_ranks(config.v_rank, config.key_layout)),
+        calibration_info=info,
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
+
+
+def hub_name(name: str | None) -> str | None:
+    """`name` if it can be a repository's, None if it is a path: a local folder means nothing to others.
+
+    A folder that exists goes first, as in `from_pretrained`.
+    """
+    try:
+        validate_repo_id(name or "")
+    except HFValidationError:
+        return None
+    return name if name and not os.path.exists(name) else None
+
+
+def base_model_on_hub(model: PreTrainedModel) -> str | None:
+    """The repository that a dense model was loaded from, or None.
+
+    It must be in the Hub cache: nothing else tells a repository from `"runs/best"`, a folder that has moved since.
+    """
+    name = hub_name(getattr(model.config, "_name_or_path", None))
+    if name is None:
+        return None
+    folder = repo_folder_name(repo_id=name, repo_type="model")
+    return name if os.path.isdir(os.path.join(constants.HF_HUB_CACHE, folder)) else None
 
 
 def check_compressed(model: PreTrainedModel) -> None:
@@ -183,46 +210,38 @@ def describe_ranks(ranks: list[int | None]) -> str:
     return f"{text} ({dense} of {len(ranks)} layers dense)" if dense else text
 
 
-def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, float]:
-    """Bytes that one token adds to the cache, over all decoder layers, dense and with the model's latents."""
-    config = model.config.quantization_config
-    heads, head_dim = _decoder_shape(model)
-    numbers = sum(head_dim if rank is None else rank for rank in [*config.k_rank, *config.v_rank])
-    dense = head_dim * (len(config.k_rank) + len(config.v_rank))
-    size = heads * torch.empty((), dtype=model.dtype).element_size()
-    return {"dense": float(size * dense), "compressed": float(size * numbers)}
+def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes that one token adds to the cache of one sequence, over all decoder layers: dense, and with the latents.
+
+    The rotary rows that latent layers share count, with `head_dim` numbers a token and kind of rotation (a model that
+    rotates a part of each head holds fewer).
+    """
+    latent = bound_layers(model)
+    dense = compressed = 0
+    rows = {}
+    for attention in decoder_attentions(model):
+        whole = 2 * attention.heads * attention.head_dim
+        dense += whole
+        if attention.layer in latent:
+            projections = attention.module.k_proj, attention.module.v_proj
+            compressed += sum(projection.heads * projection.rank for projection in projections)
+            binding = attention.module._wsvd
+            if binding.layout.rotation != "none":
+                rows[binding.row_group] = attention.head_dim
+        else:
+            compressed += whole
+    size = torch.empty((), dtype=model.dtype).element_size()
+    return {"dense": size * dense, "compressed": size * (compressed + sum(rows.values()))}
 
 
-def _decoder_shape(model: PreTrainedModel) -> tuple[int, int]:
-    """Key/value heads and head dimension of the text decoder."""
-    config = model.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return heads, head_dim
+def _cached_ranks(ranks: list[int | None], layouts: list[str | None]) -> list[int | None]:
+    """Ranks as the cache has them: a layer without a key layout caches dense keys and values."""
+    return [rank if layout is not None else None for rank, layout in zip(ranks, layouts)]
 
 
 def _is_image_text_to_text(model: PreTrainedModel) -> bool:
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(model.config), ())
     return isinstance(model, classes)
-
-
-def _base_model(model: PreTrainedModel, given: str | None) -> str | None:
-    """The dense model's name on the Hub, or None: a local folder means nothing to a reader of the card.
-
-    A name that nobody gave counts only if its config.json is in the Hub cache: nothing else tells a repository from
-    `"runs/best"`, a folder that has been moved since.
-    """
-    if given is None and model.hf_quantizer.pre_quantized:
-        return None  # it was loaded from a compressed repository, whose card names the base
-    name = given or model.config._name_or_path
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return None
-    if not name or os.path.exists(name):
-        return None
-    is_known = given is not None or isinstance(try_to_load_from_cache(name, "config.json"), str)
-    return name if is_known else None
 
 
 def _union(first: str | list[str] | None, second: str | list[str] | None) -> list[str]:

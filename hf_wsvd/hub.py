@@ -90,7 +90,7 @@ def push_to_hub(
             kv_bytes=kv_bytes,
             dataset=dataset,
             license=license,
-            processor_id=None if processor is not None else base_model,
+            with_processor=processor is not None,
             tags=[tags] if isinstance(tags, str) else tags or (),
         )
         _merged(_remote_card(hub, repo_id, revision), card).save(folder / "README.md")
