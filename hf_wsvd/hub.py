@@ -1,18 +1,15 @@
 """Pushing a compressed model to the Hub: weights, processor and model card in one commit.
 
-A compressed model's own `push_to_hub` and `save_pretrained` write the card too: `install_push_to_hub` replaces both on
-the instance. Transformers offers no other way: its `push_to_hub` writes a generic card over whatever `save_pretrained`
-put into the folder.
+A compressed model's own `push_to_hub` and `save_pretrained` write the card too: see `install_push_to_hub`.
+Transformers offers no hook for it, as its `push_to_hub` writes a generic card over what `save_pretrained` has left.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +76,7 @@ def push_to_hub(
     hub, repo_id = _open_repository(repo_id, private=private, token=token, revision=revision)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        type(model).save_pretrained(model, folder, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
         if processor is not None:
             processor.save_pretrained(folder)
         card = model_card(
@@ -98,86 +95,84 @@ def push_to_hub(
         return _commit(hub, repo_id, folder, set(_times(folder)), revision=revision, **options)
 
 
-def install_push_to_hub(model: PreTrainedModel) -> None:
-    """Make `model.push_to_hub` and `model.save_pretrained` write the card of a compressed model.
+class CardMixin:
+    """`push_to_hub` and `save_pretrained` of a compressed model: transformers' own, and our card.
 
-    The quantizer calls this once it has bound the model, and `remove_push_to_hub` when it dequantizes it. Copies of
-    the model get their own. With adapters loaded, transformers saves the adapters alone, and its own card.
+    With adapters loaded, transformers saves the adapters alone, and they are not what the card describes.
     """
-    model.push_to_hub = _ModelMethod(model, _push_to_hub, "push_to_hub")
-    model.save_pretrained = _ModelMethod(model, _save_pretrained, "save_pretrained")
+
+    @functools.wraps(PreTrainedModel.push_to_hub)
+    def push_to_hub(self, repo_id: str, **options: Any) -> CommitInfo:
+        if _has_adapters(self):
+            return super().push_to_hub(repo_id, **options)
+        return push_to_hub(self, repo_id, **options)
+
+    @functools.wraps(PreTrainedModel.save_pretrained)
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict | None = None,
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> None:
+        save = functools.partial(super().save_pretrained, save_directory, is_main_process, state_dict)
+        folder = Path(save_directory)
+        if _has_adapters(self) or not is_main_process:
+            save(push_to_hub, **options)
+        elif not push_to_hub:
+            save(**options)
+            _write_local_card(self, folder)
+        else:
+            commit = {name: options.pop(name, None) for name in ("commit_message", "commit_description")}
+            commit["create_pr"] = options.pop("create_pr", False)
+            repo_id, private = options.pop("repo_id", folder.name), options.pop("private", None)
+            hub, repo_id = _open_repository(repo_id, private=private, token=options.get("token"))
+            before = _times(folder)
+            save(**options)
+            _merged(_remote_card(hub, repo_id), model_card(self, repo_id=repo_id)).save(folder / "README.md")
+            changed = {path for path, time in _times(folder).items() if before.get(path) != time}
+            _commit(hub, repo_id, folder, changed, **commit)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        # Pickle finds classes by name, and this one's name is its base's.
+        return _new_with_card, (_without_card(type(self)),), self.__dict__
+
+
+def install_push_to_hub(model: PreTrainedModel) -> None:
+    """Make the model's own `push_to_hub` and `save_pretrained` write the card of a compressed model.
+
+    The quantizer calls this once it has bound the model, and `remove_push_to_hub` when it dequantizes it. The model's
+    class becomes a subclass of the same name, as `torch.nn.utils.parametrize` does it: methods put into the instance
+    would refer back to it and hold its memory until a garbage collection.
+    """
+    model.__class__ = _with_card(type(model))
     model.add_model_tags(TAGS)  # for cards that others write, such as the Trainer's
 
 
 def remove_push_to_hub(model: PreTrainedModel) -> None:
     """Undo `install_push_to_hub`; does nothing where it was never called."""
-    for name in ("push_to_hub", "save_pretrained"):
-        if isinstance(model.__dict__.get(name), _ModelMethod):
-            delattr(model, name)
-    model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS] or None
+    if isinstance(model, CardMixin):
+        model.__class__ = _without_card(type(model))
+        model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS] or None
 
 
-class _ModelMethod:
-    """`function` in place of a method of one model instance.
-
-    Unlike a bound method in the instance's dictionary it makes no reference cycle, which would hold the model's memory
-    until the next garbage collection, and it follows the model through `copy.deepcopy` and pickling.
-    """
-
-    def __init__(self, model: PreTrainedModel, function: Callable, name: str):
-        self._model, self._function = weakref.ref(model), function
-        replaced = getattr(type(model), name)
-        self.__name__, self.__doc__ = name, replaced.__doc__
-        self.__signature__ = inspect.Signature(list(inspect.signature(replaced).parameters.values())[1:])
-
-    @property
-    def __self__(self) -> PreTrainedModel:
-        model = self._model()
-        if model is None:
-            raise ReferenceError(f"{self.__name__}: its model no longer exists")
-        return model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self.__self__, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict) -> _ModelMethod:
-        model = self.__self__
-        return type(self)(memo.get(id(model), model), self._function, self.__name__)
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.__self__, self._function, self.__name__)
+@functools.cache
+def _with_card(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    if issubclass(base, CardMixin):
+        return base
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (CardMixin, base), names)
 
 
-def _push_to_hub(model: PreTrainedModel, repo_id: str, **options: Any) -> CommitInfo:
-    push = type(model).push_to_hub if _has_adapters(model) else push_to_hub
-    return push(model, repo_id, **options)
+def _without_card(subclass: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    _, base = subclass.__bases__
+    return base
 
 
-def _save_pretrained(
-    model: PreTrainedModel,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: dict | None = None,
-    push_to_hub: bool = False,
-    **options: Any,
-) -> None:
-    """`save_pretrained` with its own arguments, and the card beside the weights."""
-    save = functools.partial(type(model).save_pretrained, model, save_directory, is_main_process, state_dict)
-    if _has_adapters(model) or not is_main_process:
-        return save(push_to_hub, **options)
-    folder = Path(save_directory)
-    if not push_to_hub:
-        save(**options)
-        return _write_local_card(model, folder)
-    commit = {name: options.pop(name, None) for name in ("commit_message", "commit_description")}
-    commit["create_pr"] = options.pop("create_pr", False)
-    repo_id, private = options.pop("repo_id", folder.name), options.pop("private", None)
-    hub, repo_id = _open_repository(repo_id, private=private, token=options.get("token"))
-    before = _times(folder)
-    save(**options)
-    _merged(_remote_card(hub, repo_id), model_card(model, repo_id=repo_id)).save(folder / "README.md")
-    changed = {path for path, time in _times(folder).items() if before.get(path) != time}
-    _commit(hub, repo_id, folder, changed, **commit)
+def _new_with_card(base: type[PreTrainedModel]) -> PreTrainedModel:
+    subclass = _with_card(base)
+    return subclass.__new__(subclass)
 
 
 def _has_adapters(model: PreTrainedModel) -> bool:

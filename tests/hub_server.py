@@ -14,12 +14,12 @@ import hashlib
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from hub_storage import HubError, Repository, StoredFile
+from hub_http import HubError, RoutedHandler
+from hub_storage import Repository, StoredFile
 
 
 LFS_SUFFIXES = (".safetensors", ".bin", ".gguf", ".npz")
@@ -40,8 +40,8 @@ class HubServer:
         self.large_files: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
         self.requests: list[str] = []
-        self.lock = threading.Lock()
-        handler = type("BoundHandler", (Handler,), {"hub": self})
+        names = {"hub": self, "routes": ROUTES, "lock": threading.Lock(), "log": self.requests}
+        handler = type("BoundHandler", (Handler,), names)
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         port = self.server.server_address[1]
         # The second name stands for the content network: another host, which must never be sent a token.
@@ -58,11 +58,8 @@ class HubServer:
     def environment(self, home: Path, token: str | None = None, offline: bool = False) -> dict[str, str]:
         """The variables that point a client process at this server, with `home` as its cache."""
         variables = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-        variables |= {
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
+        variables |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         if token is not None:
             variables["HF_TOKEN"] = token
         if offline:
@@ -91,57 +88,10 @@ class HubServer:
         return repository
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Routes requests; each route is a method `(match, query) -> JSON body` and raises `HubError` to refuse."""
+class Handler(RoutedHandler):
+    """The Hub's routes."""
 
     hub: HubServer
-    protocol_version = "HTTP/1.1"
-
-    def handle_request(self) -> None:
-        url = urlsplit(self.path)
-        self.body = self.read_body()
-        with self.hub.lock:
-            self.hub.requests.append(f"{self.command} {unquote(url.path)}")
-            try:
-                for method, pattern, route in ROUTES:
-                    match = re.fullmatch(pattern, url.path)
-                    if match and self.command in method:
-                        groups = {key: unquote(value or "") for key, value in match.groupdict().items()}
-                        self.query = parse_qs(url.query)
-                        return self.reply(200, getattr(self, route)(**groups))
-                raise HubError(404, f"No route for {self.command} {url.path}")
-            except HubError as error:
-                headers = {"X-Error-Message": error.message}
-                if error.code is not None:
-                    headers["X-Error-Code"] = error.code
-                self.reply(error.status, {"error": error.message}, headers)
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_request
-
-    def log_message(self, *arguments) -> None:
-        """Silence: `HubServer.requests` is the log."""
-
-    def read_body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        chunks = []
-        while size := int(self.rfile.readline(), 16):
-            chunks.append(self.rfile.read(size))
-            self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(chunks)
-
-    def reply(self, status: int, content: dict | list | bytes | None, headers: dict[str, str] | None = None) -> None:
-        if content is None:  # the route has replied itself
-            return
-        payload = content if isinstance(content, bytes) else json.dumps(content).encode()
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(payload))} | (headers or {})
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(payload)
 
     @property
     def user(self) -> str | None:
@@ -237,18 +187,6 @@ class Handler(BaseHTTPRequestHandler):
         if "Authorization" in self.headers:
             raise HubError(400, "Only one auth mechanism allowed")
         self.send_file(self.hub.large_files[sha256], {"ETag": f'"{sha256}"'})
-
-    def send_file(self, content: bytes, headers: dict[str, str]) -> None:
-        headers |= {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
-        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if span is None:
-            return self.reply(200, content, headers)
-        start, stop = int(span[1]), int(span[2] or len(content) - 1) + 1
-        if start >= len(content):
-            return self.reply(416, b"", headers | {"Content-Range": f"bytes */{len(content)}"})
-        selected = content[start:stop]
-        content_range = f"bytes {start}-{start + len(selected) - 1}/{len(content)}"
-        return self.reply(206, selected, headers | {"Content-Range": content_range})
 
     # Writing
 

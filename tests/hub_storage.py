@@ -4,13 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
-
-class HubError(Exception):
-    """An HTTP error with the headers the client reads: `X-Error-Code` and `X-Error-Message`."""
-
-    def __init__(self, status: int, message: str, code: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
+from hub_http import HubError
 
 
 @dataclass(frozen=True)
