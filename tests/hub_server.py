@@ -62,9 +62,11 @@ class HubServer:
         variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         if token is not None:
             variables["HF_TOKEN"] = token
-        if offline:
-            variables["HF_HUB_OFFLINE"] = "1"
-        return variables
+        return variables | {"HF_HUB_OFFLINE": "1" if offline else "0"}
+
+    def snapshot(self) -> dict[str, dict]:
+        """All repositories as JSON: each reference with its commits, newest first; large files without content."""
+        return {name: repository.snapshot() for name, repository in self.repositories.items()}
 
     def may_write(self, user: str | None, name: str) -> bool:
         namespace = name.split("/")[0]

@@ -43,6 +43,10 @@ class Commit:
     parent: str | None
     files: dict[str, StoredFile]
 
+    def snapshot(self) -> dict:
+        files = {path: None if file.is_lfs else file.content.decode() for path, file in self.files.items()}
+        return {"id": self.id, "title": self.title, "files": files}
+
 
 @dataclass
 class Repository:
@@ -84,3 +88,7 @@ class Repository:
             commits.append(commit)
             commit = self.commits.get(commit.parent)
         return commits
+
+    def snapshot(self) -> dict:
+        references = {name: [commit.snapshot() for commit in self.history(name)] for name in self.references}
+        return {"private": self.private, "references": references}
