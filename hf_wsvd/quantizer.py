@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
 from .calibration import Statistics
+from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
+from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
 from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all
 from .version import __version__
@@ -36,7 +38,11 @@ class WSVDHfQuantizer(HfQuantizer):
 
     def fit(self, model: PreTrainedModel, **data: Any) -> None:
         """Compress a dense model; `data` as in `fit_latents`."""
-        fit_latents(model, self.quantization_config, **data)
+        config = self.quantization_config
+        fit_latents(model, config, **data)
+        base_model = base_model_on_hub(model)
+        if base_model is not None:  # a copy: the statistics may serve another fit
+            config.calibration_info = {**config.calibration_info, "base_model": base_model}
         self._fitted = True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -58,11 +64,12 @@ class WSVDHfQuantizer(HfQuantizer):
             self._targets = None
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
-        model.add_model_tags(["hf_wsvd", "kv-cache"])
+        install_push_to_hub(model)
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After save_pretrained, config.dtype is a string and transformers passes it on.
+        remove_push_to_hub(model)
         merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
         return model
 
