@@ -20,8 +20,6 @@ from .documentation import documentation_text
 Batch = dict[str, torch.Tensor]
 
 TOKEN_COLUMNS = ("input_ids", "inputs_embeds")
-# Scenes of the default set come from seeds that no evaluation set of a small seed reaches.
-SCENE_SEED_OFFSET = 1_000_003
 
 
 def takes_images(model: PreTrainedModel) -> bool:
@@ -73,7 +71,7 @@ def load_processor(model: PreTrainedModel) -> Any:
 
 def scene_batches(processor: Any, samples: int, seed: int) -> list[Batch]:
     """`samples` scenes as chat prompts with their answers, spread evenly over the question types."""
-    from ..demo.dataset import evaluation_set
+    from ..demo.dataset import calibration_set
     from ..demo.questions import QUESTION_TYPES
 
     if getattr(processor, "chat_template", None) is None or getattr(processor, "image_processor", None) is None:
@@ -81,7 +79,7 @@ def scene_batches(processor: Any, samples: int, seed: int) -> list[Batch]:
             f"The default calibration set of a vision-language model needs a processor with images and a chat "
             f"template, not {type(processor).__name__}. Pass calibration=[...], a list of model-input dicts."
         )
-    scenes = evaluation_set(seed=SCENE_SEED_OFFSET + seed, questions_per_type=-(-samples // len(QUESTION_TYPES)))
+    scenes = calibration_set(seed, questions_per_type=-(-samples // len(QUESTION_TYPES)))
     chosen = scenes.shuffle(seed=seed).select(range(samples))
     return [chat_inputs(processor, [row], with_answer=True) for row in chosen]
 
