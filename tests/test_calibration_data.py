@@ -4,6 +4,7 @@ import datasets
 import pytest
 import torch
 from tiny_text import byte_tokenizer, tiny_llama
+from tiny_vision import IMAGE_TOKEN_ID, tiny_llava, tiny_processor
 from transformers import BatchEncoding
 
 from hf_wsvd.calibration.data import calibration_info, default_calibration, validate_batches
@@ -48,6 +49,24 @@ def test_default_text_set_keeps_the_beginning_of_sequence(model):
     assert [batch["input_ids"][0, 0].item() for batch in batches] == [256] * 3
     assert all(batch["input_ids"].shape == (1, 20) for batch in batches)
     assert not any((batch["input_ids"][:, 1:] == 256).any() for batch in batches)
+
+
+def test_default_image_set_holds_scenes_with_question_and_answer():
+    vision_model, processor = tiny_llava(), tiny_processor()
+    batches = default_calibration(vision_model, processor, samples=20, seed=1)
+    assert len(batches) == 20
+    texts = [processor.decode(batch["input_ids"][0].tolist()) for batch in batches]
+    assert all(text.startswith("user: <image>") and text.endswith("</s>") for text in texts)
+    openings = {text.split("<image>")[-1][:9] for text in texts}
+    assert {"What is i", "List row ", "How many ", "Where is ", "Is there "} <= openings
+    for batch in validate_batches(batches, vision_model):
+        assert (batch["input_ids"] == IMAGE_TOKEN_ID).sum() == 4
+        assert batch["pixel_values"].shape == (1, 3, 16, 16)
+        vision_model(**batch)
+    again = default_calibration(vision_model, processor, samples=20, seed=1)
+    assert calibration_info(again) == calibration_info(batches)
+    with pytest.raises(ValueError, match=r"chat template.*Pass calibration"):
+        default_calibration(vision_model, byte_tokenizer())
 
 
 def test_default_set_loads_the_tokenizer_of_the_model(model, tmp_path, monkeypatch):

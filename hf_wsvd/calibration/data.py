@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .chat import chat_inputs
 from .documentation import documentation_text
 
 
@@ -73,23 +74,16 @@ def load_processor(model: PreTrainedModel) -> Any:
 def scene_batches(processor: Any, samples: int, seed: int) -> list[Batch]:
     """`samples` scenes as chat prompts with their answers, spread evenly over the question types."""
     from ..demo.dataset import evaluation_set
+    from ..demo.questions import QUESTION_TYPES
 
     if getattr(processor, "chat_template", None) is None or getattr(processor, "image_processor", None) is None:
         raise ValueError(
             f"The default calibration set of a vision-language model needs a processor with images and a chat "
             f"template, not {type(processor).__name__}. Pass calibration=[...], a list of model-input dicts."
         )
-    scenes = evaluation_set(seed=SCENE_SEED_OFFSET + seed, questions_per_type=samples)
-    batches = []
-    for row in scenes.shuffle(seed=seed).select(range(samples)):
-        user = [{"type": "image", "image": row["image"].convert("RGB")}, {"type": "text", "text": row["question"]}]
-        messages = [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": [{"type": "text", "text": row["answer"]}]},
-        ]
-        inputs = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
-        batches.append({name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
-    return batches
+    scenes = evaluation_set(seed=SCENE_SEED_OFFSET + seed, questions_per_type=-(-samples // len(QUESTION_TYPES)))
+    chosen = scenes.shuffle(seed=seed).select(range(samples))
+    return [chat_inputs(processor, [row], with_answer=True) for row in chosen]
 
 
 def text_windows(tokenizer: Any, text: str, samples: int, max_tokens: int) -> list[Batch]:
