@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..calibration.chat import place
-from ..compat import cache_argument
+from ..compat import CACHE_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def decode_latency(
         raise ValueError("context, batch_size, steps and repeats must be at least 1, warmup at least 0")
     tokens = text_tokens(model, (batch_size, context + 1))
     prompt, token = tokens[:, :-1], tokens[:, -1:]
-    name = cache_argument(model)
     prefills, decodes = [], []
     for _ in range(repeats):
         cache = cache_factory() if cache_factory else DynamicCache(config=model.config)
-        prefills.append(timed(model, {"input_ids": prompt, "use_cache": True, name: cache}))
-        times = [timed(model, {"input_ids": token, "use_cache": True, name: cache}) for _ in range(warmup + steps)]
+        rest = {"use_cache": True, CACHE_ARGUMENT: cache}
+        prefills.append(timed(model, {"input_ids": prompt, **rest}))
+        times = [timed(model, {"input_ids": token, **rest}) for _ in range(warmup + steps)]
         decodes += times[warmup:]
     return Latency(
         prefill=statistics.median(prefills[1:] or prefills),

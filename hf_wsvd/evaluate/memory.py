@@ -9,7 +9,7 @@ from transformers.cache_utils import Cache
 
 from ..cache import cache_nbytes
 from ..calibration.chat import place
-from ..compat import cache_argument
+from ..compat import CACHE_ARGUMENT
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,8 @@ def fill(model: PreTrainedModel, cache: Cache, inputs: Mapping[str, torch.Tensor
     inputs = place(inputs, model)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     with torch.no_grad():
-        output = model(**{**inputs, "attention_mask": mask, "use_cache": True, cache_argument(model): cache})
+        output = model(**{**inputs, "attention_mask": mask, "use_cache": True, CACHE_ARGUMENT: cache})
         for _ in range(decode_steps):
             token = output.logits[:, -1:].argmax(-1).to(mask.device)
             mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
-            output = model(
-                **{"input_ids": token, "attention_mask": mask, "use_cache": True, cache_argument(model): cache}
-            )
+            output = model(**{"input_ids": token, "attention_mask": mask, "use_cache": True, CACHE_ARGUMENT: cache})
