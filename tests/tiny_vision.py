@@ -18,7 +18,7 @@ IMAGE_TOKEN_ID = 258
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
     "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% if message.role == 'assistant' %}</s>{% else %}\n{% endif %}{% endfor %}"
+    "{% if message.role == 'assistant' %}</s>{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
@@ -56,6 +56,7 @@ def tiny_llava(seed: int = 0) -> LlavaForConditionalGeneration:
         bos_token_id=256,
         eos_token_id=257,
         pad_token_id=257,
+        initializer_range=0.2,  # large enough for answers that depend on every token
     )
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN_ID, image_seq_length=4)
     model = LlavaForConditionalGeneration(config).eval()

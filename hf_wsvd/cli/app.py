@@ -5,6 +5,7 @@ import sys
 from typing import Annotated
 
 import typer
+from transformers.utils import logging
 
 from .. import __version__
 from .compress import compress
@@ -41,6 +42,8 @@ def _options(
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code: 0; 2 after an error; 130 after Ctrl-C."""
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     try:
         return app(args=arguments or ["--help"], standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
