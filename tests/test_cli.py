@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 import hf_wsvd
 from hf_wsvd.cli.app import run
-from hf_wsvd.cli.output import replaced_folder, write_text
 from hf_wsvd.evaluate.memory import kv_bytes_per_token
+from hf_wsvd.files import replaced_folder, write_text
 
 
 FAST = ["--samples", "4", "--max-tokens", "64"]

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from hf_wsvd.calibration.chat import answer_batches
 from hf_wsvd.evaluate.accuracy import Accuracy, accuracy_by_type, answer_questions
-from hf_wsvd.evaluate.divergence import divergence
+from hf_wsvd.evaluate.divergence import counted_logits, divergence
 from hf_wsvd.evaluate.latency import decode_latency, text_tokens
 from hf_wsvd.evaluate.memory import kv_bytes_per_token
 from hf_wsvd.evaluate.perplexity import perplexity
@@ -99,11 +99,13 @@ def test_divergence_is_the_mean_over_counted_positions(model, chunk):
         assert result.tokens == len(wanted)
         assert result.kl == pytest.approx(expected, rel=1e-4)
         assert result.agreement == pytest.approx(same)
+        logits = [counted_logits(model, batch, positions)]
+        assert divergence(logits, other, [batch], positions, chunk=chunk) == result
 
 
 def test_divergence_refuses(model):
     with pytest.raises(ValueError, match="positions"):
-        divergence(model, model, [], "some")
+        divergence(model, model, [{"input_ids": ids(1, 4)}], "some")
     with pytest.raises(ValueError, match="labels; columns found: input_ids"):
         divergence(model, model, [{"input_ids": ids(1, 4)}], "answer")
     with pytest.raises(ValueError, match="No position"):

@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import (
 
 from ..calibration import default_calibration
 from ..evaluate.cache_size import cache_size
+from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
 from ..quantizer_config import WSVDConfig
 from .calibration_file import file_batches, read_calibration_file
-from .output import check_output, replaced_folder
 
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")

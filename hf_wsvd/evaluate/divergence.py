@@ -24,7 +24,7 @@ class Divergence:
 
 
 def divergence(
-    dense: PreTrainedModel,
+    dense: PreTrainedModel | list[torch.Tensor],
     compressed: PreTrainedModel,
     batches: Iterable[Mapping[str, torch.Tensor]],
     positions: Positions = "all",
@@ -36,32 +36,43 @@ def divergence(
     counted are those whose next token is attended ("all"), or is an answer token by `labels` (not -100, "answer").
 
     Args:
+        dense: the model, or its `counted_logits` of each batch, to compare several models with one.
         chunk: positions compared at a time, in fp32.
     Raises:
         ValueError: another `positions`, "answer" without `labels`, or no position to compare.
     """
-    if positions not in ("answer", "all"):
-        raise ValueError(f"positions must be 'answer' or 'all', got {positions!r}")
     total = agreeing = 0.0
     tokens = 0
-    for batch in logging.tqdm(batches, desc="Comparing", unit="batch"):
-        counted = counted_positions(batch, positions)
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        p_all, q_all = (next_logits(model, inputs)[counted] for model in (dense, compressed))
-        for p, q in zip(p_all.split(chunk), q_all.split(chunk)):
+    for number, batch in enumerate(logging.tqdm(batches, desc="Comparing", unit="batch")):
+        p_all = dense[number] if isinstance(dense, list) else counted_logits(dense, batch, positions)
+        q_all = counted_logits(compressed, batch, positions).to(p_all.device)
+        for p, q in zip(p_all.split(chunk), q_all.split(chunk), strict=True):
             log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
             # 0 log 0 = 0: a logit of -inf in both models would give NaN
             terms = torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q))
             total += terms.sum(dtype=torch.float64).item()
             agreeing += (p.argmax(-1) == q.argmax(-1)).sum().item()
-        tokens += int(counted.sum())
+        tokens += len(p_all)
     if tokens == 0:
         raise ValueError("No position to compare: the batches are empty or hold one token a sequence")
     return Divergence(kl=total / tokens, agreement=agreeing / tokens, tokens=tokens)
 
 
+def counted_logits(
+    model: PreTrainedModel, batch: Mapping[str, torch.Tensor], positions: Positions = "all"
+) -> torch.Tensor:
+    """Logits `[N, vocabulary]` of a batch's N counted positions, see `divergence`."""
+    counted = counted_positions(batch, positions)
+    inputs = place({name: value for name, value in batch.items() if name != "labels"}, model)
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+    return logits[counted.to(logits.device)]
+
+
 def counted_positions(batch: Mapping[str, torch.Tensor], positions: Positions) -> torch.Tensor:
     """bool `[B, S - 1]`: which predictions count, see `divergence`."""
+    if positions not in ("answer", "all"):
+        raise ValueError(f"positions must be 'answer' or 'all', got {positions!r}")
     if positions == "answer":
         if "labels" not in batch:
             raise ValueError(f"positions='answer' needs a column labels; columns found: {', '.join(batch)}")
@@ -69,9 +80,3 @@ def counted_positions(batch: Mapping[str, torch.Tensor], positions: Positions) -
     mask = batch.get("attention_mask")
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     return (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
-
-
-def next_logits(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Logits `[B, S - 1, vocabulary]` of tokens 1 to S - 1, on the CPU or wherever the model leaves them."""
-    with torch.no_grad():
-        return model(**place(inputs, model), use_cache=False).logits[:, :-1]

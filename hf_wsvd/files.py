@@ -1,4 +1,4 @@
-"""Output folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 import os
 import shutil
