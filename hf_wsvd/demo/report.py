@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +56,12 @@ def render_report(results: dict[str, Any], dataset: Dataset) -> str:
     ]
     distances = [(row, row["divergence"]["kl"], 0.0) for row in rows if row["divergence"]]
     if distances:
-        top = max(value for _, value, _ in distances) or 1.0
-        plots.append(plot("KL to the dense model, nats an answer token", distances, top, "{:.2g}"))
+        top = round_up(max(value for _, value, _ in distances))
+        plots.append(plot("KL to the dense model, nats an answer token", distances, top, "{:g}"))
     return environment.get_template("report.html.j2").render(
         results=results,
-        kinds=list(rows[0]["accuracy"]),
-        labels=[row["label"] for row in rows],
+        kinds=[kind for kind in rows[0]["accuracy"] if kind != "all"],
+        best=smallest_as_good(rows),
         plots=plots,
         width=PLOT_WIDTH,
         height=PLOT_HEIGHT,
@@ -92,27 +93,53 @@ def plot(title: str, values: list[tuple[dict[str, Any], float, float]], top: flo
     )
 
 
+def round_up(value: float) -> float:
+    """The next of 1, 2, 3, 4, 6, 8 times a power of ten, as the end of an axis; 1 for zero."""
+    if value <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(step * power for step in (1, 2, 3, 4, 6, 8, 10) if step * power >= value)
+
+
+def smallest_as_good(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The compressed row of fewest bytes with accuracy within two standard errors of the dense one; None without."""
+    dense = rows[0]["accuracy"]["all"]
+    good = [
+        row
+        for row in rows[1:]
+        if row["accuracy"]["all"]["mean"] >= dense["mean"] - 2 * row["accuracy"]["all"]["standard_error"]
+    ]
+    return min(good, key=lambda row: row["kv_bytes_per_token"], default=None)
+
+
 def examples(questions: list[dict[str, Any]], dataset: Dataset) -> list[dict[str, Any]]:
-    """Questions to show, with pictures: first one of each type, then those that some model got wrong."""
+    """Questions to show, with pictures: one of each type, each about a new scene, then some that a model got wrong."""
     chosen: list[int] = []
-    seen: set[str] = set()
-    for number, question in enumerate(questions):
-        if question["question_type"] not in seen:
-            seen.add(question["question_type"])
+    types: set[str] = set()
+    scenes: set[int] = set()
+    # A second round drops the wish for a new scene, for types that had none.
+    for wants_new_scene in (True, False):
+        for number, question in enumerate(questions):
+            if question["question_type"] in types or (wants_new_scene and question["scene"] in scenes):
+                continue
+            types.add(question["question_type"])
+            scenes.add(question["scene"])
             chosen.append(number)
     wrong = [n for n, q in enumerate(questions) if not all(is_correct(a, q["answer"]) for a in q["answers"].values())]
+    wrong.sort(key=lambda number: questions[number]["scene"] in scenes)  # new scenes first
     chosen += [number for number in wrong if number not in chosen]
     return [
-        {
-            **questions[number],
-            "picture": picture(dataset[number]["image"]),
-            "marked": [
-                (label, answer, is_correct(answer, questions[number]["answer"]))
-                for label, answer in questions[number]["answers"].items()
-            ],
-        }
-        for number in chosen[:EXAMPLES]
+        {**questions[n], "picture": picture(dataset[n]["image"]), "groups": answer_groups(questions[n])}
+        for n in chosen[:EXAMPLES]
     ]
+
+
+def answer_groups(question: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """(labels of the models, their common answer, whether it is right), in the models' order."""
+    labels: dict[str, list[str]] = {}
+    for label, answer in question["answers"].items():
+        labels.setdefault(answer, []).append(label.removeprefix("WSVD "))
+    return [(", ".join(group), answer, is_correct(answer, question["answer"])) for answer, group in labels.items()]
 
 
 def picture(image: Image.Image) -> str:
