@@ -16,6 +16,7 @@ from tiny_vision import tiny_llava, tiny_processor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 import hf_wsvd
+from hf_wsvd.card import kv_bytes_per_token as kv_bytes_per_token_of_card
 from hf_wsvd.cli.app import run
 from hf_wsvd.evaluate.memory import kv_bytes_per_token
 from hf_wsvd.files import replaced_folder, write_text
@@ -195,6 +196,7 @@ def test_inspect_says_what_the_cache_holds(models, capsys):
     measured = kv_bytes_per_token(model, {"input_ids": torch.zeros(1, 64, dtype=torch.long)}, decode_steps=0)
     assert facts["cache"]["bytes"] == measured.per_token
     assert facts["cache"]["dense_bytes"] == measured.dense_per_token
+    assert facts["cache"]["bytes"] == kv_bytes_per_token_of_card(model)["compressed"]
     assert run(["inspect", str(models / "compressed")]) == 0
     output = capsys.readouterr().out
     assert "K 8, V 8 of 16, key layout none:halves: 128 bytes a token (dense 256)" in output
