@@ -1,0 +1,122 @@
+"""Rewrite the tables of README.md and docs/ from docs/results/*.json.
+
+    python benchmarks/tables.py            # rewrite
+    python benchmarks/tables.py --check    # exit with 1 if a committed table is not what its results say
+
+A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_wsvd.evaluate.tables import markdown_table
+
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def demo(results: dict[str, Any]) -> str:
+    """Accuracy and cache bytes of the embedded model."""
+    kinds = [kind for kind in results["rows"][0]["accuracy"] if kind != "all"]
+    header = ["", "KV bytes a token", "of dense", "right answers, %", *kinds, "KL, nats"]
+    lines = []
+    for row in results["rows"]:
+        everything = row["accuracy"]["all"]
+        lines.append(
+            [row["label"], f"{row['kv_bytes_per_token']:,.0f}", f"{row['kv_share_of_dense']:.1%}"]
+            + [f"{100 * everything['mean']:.1f} ± {100 * everything['standard_error']:.1f}"]
+            + [f"{100 * row['accuracy'][kind]['mean']:.0f}" for kind in kinds]
+            + ["" if row["divergence"] is None else f"{row['divergence']['kl']:.4f}"]
+        )
+    note = (
+        f"{results['rows'][0]['accuracy']['all']['total']} questions, {results['questions_per_type']} of each type, "
+        f"seed {results['seed']}; KL to the dense model at the answers of {results['compared_questions']} of them"
+    )
+    return _with_note(markdown_table(header, lines), note, results)
+
+
+def smollm2_rank(results: dict[str, Any]) -> str:
+    """Perplexity by ratio."""
+    names = list(results["rows"][0]["perplexity"])
+    header = ["", "KV bytes a token", "of dense", *(f"perplexity, {name}" for name in names), "tokens/s"]
+    lines = [
+        [row["label"], f"{row['kv_bytes_per_token']:,.0f}", f"{row['kv_share_of_dense']:.1%}"]
+        + [f"{row['perplexity'][name]['perplexity']:.2f}" for name in names]
+        + [f"{row['latency']['tokens_per_second']:.1f}"]
+        for row in results["rows"]
+    ]
+    tokens = ", ".join(f"{name} {results['rows'][0]['perplexity'][name]['tokens']:,} tokens" for name in names)
+    note = (
+        f"{results['model']}; {tokens}, windows of {results['window']:,} by {results['stride']}; calibrated on "
+        f"{results['calibration']['tokens']:,} other tokens; decode steps at {results['context']:,} cached tokens"
+    )
+    return _with_note(markdown_table(header, lines), note, results)
+
+
+def decode_cpu(results: dict[str, Any]) -> str:
+    """Time of a decode step."""
+    header = ["", "step, ms", "turns from … to, ms", "times as fast"]
+    lines = [
+        [
+            row["label"],
+            f"{row['step_ms']:.1f}",
+            f"{row['fastest_turn_ms']:.1f} … {row['slowest_turn_ms']:.1f}",
+            f"{row['speedup']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    note = f"{results['model']}; {results['context']:,} cached tokens"
+    return _with_note(markdown_table(header, lines), note, results)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "demo": demo,
+    "smollm2_rank": smollm2_rank,
+    "decode_cpu": decode_cpu,
+}
+
+
+def rewritten(text: str, results_folder: Path) -> str:
+    """`text` with every table made anew; KeyError for an unknown name, FileNotFoundError without results."""
+
+    def block(match: re.Match) -> str:
+        name = match.group(2)
+        results = json.loads((results_folder / f"{name}.json").read_text(encoding="utf-8"))
+        return f"{match.group(1)}{TABLES[name](results)}\n{match.group(3)}"
+
+    return BLOCK.sub(block, text)
+
+
+def pages() -> list[Path]:
+    """The Markdown files that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def main() -> int:
+    stale = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        new = rewritten(text, ROOT / "docs" / "results")
+        if new != text:
+            stale.append(page)
+            if "--check" not in sys.argv:
+                page.write_text(new, encoding="utf-8")
+    for page in stale:
+        print(page.relative_to(ROOT), "is out of date" if "--check" in sys.argv else "rewritten")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+def _with_note(table: str, note: str, results: dict[str, Any]) -> str:
+    """The table and below it what it was measured on and by which command."""
+    where = results["environment"]
+    versions = f"transformers {where['transformers']}, torch {where['torch']}"
+    return f"{table}\n\n{note}. {where['device']}, threads: {where['threads']}, {versions}. `{results['command']}`"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""`hf-wsvd compress`: a dense model in, a compressed checkpoint folder out."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from ..calibration import default_calibration
+from ..evaluate.cache_size import cache_size
+from ..files import check_output, replaced_folder
+from ..quantizer import compress as compress_model
+from ..quantizer_config import WSVDConfig
+from .calibration_file import file_batches, read_calibration_file
+
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def compress(
+    model: Annotated[str, typer.Argument(help="Folder or Hub repository of a dense text or vision-language model.")],
+    output_dir: Annotated[Path, typer.Option("-o", "--output-dir", help="Folder to write; new or empty.")],
+    rank_ratio: Annotated[float, typer.Option(help="Latent width as a fraction of the head dimension.")] = 0.5,
+    k_rank: Annotated[int | None, typer.Option(help="Rank of every K head, in place of the ratio.")] = None,
+    v_rank: Annotated[int | None, typer.Option(help="Rank of every V head, in place of the ratio.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A .txt, or a .jsonl with text or messages a row. Default: a built-in set.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a calibration text sequence, at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the built-in calibration set.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto keeps the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device to calibrate on (cpu, cuda:0), or auto to spread.")] = "cpu",
+    gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder or repository.")] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an output folder that is not empty.")
+    ] = False,
+) -> None:
+    """Compress a model's KV cache and save the checkpoint with its tokenizer or processor."""
+    check_output(output_dir, overwrite)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    config = WSVDConfig(rank_ratio=rank_ratio, k_rank=k_rank, v_rank=v_rank)
+    data = read_calibration_file(calibration) if calibration else None
+    dense, processor = load(model, dtype, device, gguf_file)
+    if data is None:
+        batches = default_calibration(dense, processor, samples=samples, max_tokens=max_tokens, seed=seed)
+    else:
+        batches = file_batches(data, processor, samples, max_tokens)
+    compressed = compress_model(dense, config, calibration=batches)
+    with replaced_folder(output_dir) as partial:
+        compressed.save_pretrained(partial)
+        processor.save_pretrained(partial)
+    size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
+    typer.echo(f"{output_dir}: {size / 1e6:.1f} MB")
+    typer.echo(cache_size(compressed.config).summary())
+
+
+def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[PreTrainedModel, Any]:
+    """The dense model, in evaluation mode, and its processor (image models) or tokenizer.
+
+    Raises ValueError for a model that is quantized already or is neither a decoder nor a vision-language model.
+    """
+    gguf = {"gguf_file": gguf_file} if gguf_file else {}
+    config = AutoConfig.from_pretrained(model, **gguf)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method is not None:
+        raise ValueError(f"{model} is quantized already ({method}); compress the dense model it was made from")
+    auto_class = auto_class_of(config)
+    device_map = {} if device == "cpu" else {"device_map": device}
+    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **gguf).eval()
+    images = auto_class.__name__ == "AutoModelForImageTextToText"
+    return dense, (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **gguf)
+
+
+def auto_class_of(config: PretrainedConfig) -> Any:
+    """The auto class that loads a config's architecture: image and text, or text alone.
+
+    Raises ValueError naming the architecture if neither does.
+    """
+    candidates = (
+        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    )
+    architectures = set(config.architectures or ())
+    for auto_class, names in candidates:
+        if architectures & set(names.values()):
+            return auto_class
+    # A GGUF file names no architecture; its model type decides.
+    if not architectures and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForCausalLM
+    name = ", ".join(sorted(architectures)) or config.model_type
+    raise ValueError(f"{name} is neither a causal language model nor an image-text-to-text model of transformers")

@@ -1,0 +1,33 @@
+"""What a measurement ran on, for the record beside its numbers."""
+
+import platform
+from pathlib import Path
+
+import torch
+import transformers
+
+from ..version import __version__
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
+    """Versions, processor and device names, and the number of CPU threads."""
+    device = torch.device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return {
+        "hf_wsvd": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type}: {name}",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def processor_name() -> str:
+    """The CPU's marketing name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
