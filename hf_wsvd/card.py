@@ -72,6 +72,11 @@ class Measurement:
         )
 
 
+def measurements(rows: Iterable[Measurement | Mapping[str, Any]] | None) -> list[Measurement]:
+    """The rows as `Measurement`; TypeError for a mapping with an unknown or a missing field."""
+    return [row if isinstance(row, Measurement) else Measurement(**row) for row in rows or ()]
+
+
 def model_card(
     model: PreTrainedModel,
     *,
@@ -102,10 +107,11 @@ def model_card(
     Raises:
         ValueError: the model is not compressed.
         TypeError: a measurement with an unknown or a missing field.
+        KeyError: `kv_bytes` without one of its keys.
     """
     check_compressed(model)
     config = model.config.quantization_config
-    rows = [row if isinstance(row, Measurement) else Measurement(**row) for row in metrics or ()]
+    rows = measurements(metrics)
     info = dict(config.calibration_info or {})
     recorded = info.pop("base_model", None)
     base_model = hub_name(base_model) if base_model else recorded
@@ -141,7 +147,7 @@ def model_card(
         repo_id=repo_id,
         processor_id=base_model if base_model and not with_processor else repo_id,
         metrics=rows,
-        kv_bytes=kv_bytes or kv_bytes_per_token(model),
+        kv_bytes={name: (kv_bytes or kv_bytes_per_token(model))[name] for name in ("dense", "compressed")},
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
         v_ranks=describe_ranks(_cached_ranks(config.v_rank, config.key_layout)),

@@ -17,7 +17,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
 
-from .card import GENERATED_BLOCK, TAGS, Measurement, check_compressed, merge_cards, model_card
+from .card import GENERATED_BLOCK, TAGS, Measurement, check_compressed, measurements, merge_cards, model_card
 from .version import __version__
 
 
@@ -65,6 +65,7 @@ def push_to_hub(
 
     Raises:
         ValueError: the model is not compressed, has adapters loaded, or `create_pr` comes with a `revision`.
+        TypeError: a measurement with an unknown or a missing field.
         huggingface_hub.errors.HfHubHTTPError: the Hub refuses; before anything is written if the repository or the
             branch may not be created.
     """
@@ -73,6 +74,7 @@ def push_to_hub(
         raise ValueError("The model has adapters loaded; push them with `model.push_to_hub`, or unload them first")
     if create_pr and revision not in (None, "main"):
         raise ValueError(f"create_pr opens a pull request against main: revision={revision!r} cannot go with it")
+    metrics = measurements(metrics)
     hub, repo_id = _open_repository(repo_id, private=private, token=token, revision=revision)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -203,9 +205,10 @@ def _merged(present: ModelCard | None, new: ModelCard) -> ModelCard:
 def _write_local_card(model: PreTrainedModel, folder: Path) -> None:
     """Write the card, or bring an earlier one up to date; a README that is not a model card of ours stays as it is."""
     path = folder / "README.md"
-    present = ModelCard.load(path) if path.exists() else None
-    if present is None or GENERATED_BLOCK.search(present.text):
-        _merged(present, model_card(model)).save(path)
+    if not path.exists():
+        model_card(model).save(path)
+    elif GENERATED_BLOCK.search(path.read_text(encoding="utf-8", errors="replace")):
+        merge_cards(ModelCard.load(path), model_card(model)).save(path)
 
 
 def _remote_card(hub: HfApi, repo_id: str, revision: str | None = None) -> ModelCard | None:

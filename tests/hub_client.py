@@ -110,7 +110,7 @@ def push_and_pull(folder: Path) -> dict:
         "foreign branch": error_of(half.push_to_hub, "me/full", revision="theirs", token="token-of-you"),
         "no token": error_of(half.push_to_hub, "me/other", token=False),
         "pull request against a branch": error_of(half.push_to_hub, "me/full", revision="v1", create_pr=True),
-        "broken metrics": error_of(push_to_hub, half, "me/full", metrics=[{"dataset": "x", "score": 1}]),
+        "broken metrics": error_of(push_to_hub, half, "me/unmeasured", metrics=[{"dataset": "x", "score": 1}]),
         "private, no token": error_of(pull, "me/plain", token=False, cache_dir=folder / "empty"),
         "private, another's token": error_of(pull, "me/plain", token="token-of-you", cache_dir=folder / "empty"),
         "gated": error_of(pull, "you/gated", cache_dir=folder / "empty"),

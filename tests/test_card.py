@@ -109,9 +109,10 @@ def test_save_pretrained_writes_the_card_and_no_other_readme(compressed, tmp_pat
     assert SNIPPET in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
     (tmp_path / "project").mkdir()
     readme = tmp_path / "project" / "README.md"
-    readme.write_text("# A project\n", encoding="utf-8")
-    model.save_pretrained(tmp_path / "project")
-    assert readme.read_text(encoding="utf-8") == "# A project\n"
+    for text in (b"# A project\n", b"---\n[: no YAML\n---\n", b"\xff\xfe no UTF-8"):
+        readme.write_bytes(text)
+        model.save_pretrained(tmp_path / "project")
+        assert readme.read_bytes() == text
     compressed("llama", rank_ratio=0.25).save_pretrained(tmp_path / "new")
     assert "keys 4" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8")
 
