@@ -14,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from .calibration import Statistics
 from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
+from .compat import restore_dtypes
 from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
 from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all
@@ -34,6 +35,7 @@ class WSVDHfQuantizer(HfQuantizer):
         # The fit writes its results into the config; the caller's object stays reusable.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._targets: list[Target] | None = None
+        self._dtypes: dict[str, torch.dtype] | None = None
         self._fitted = False
 
     def fit(self, model: PreTrainedModel, **data: Any) -> None:
@@ -56,12 +58,14 @@ class WSVDHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._targets = insert_empty(model, self.quantization_config)
             check_checkpoint(checkpoint_files, self._targets)
+            self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
             layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
+            restore_dtypes(model, self._dtypes)
             bind_all(model, self._targets, layouts)
-            self._targets = None
+            self._targets = self._dtypes = None
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
         install_push_to_hub(model)
