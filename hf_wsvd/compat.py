@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
+from transformers import PreTrainedModel
 
 
 _VERSION = Version(Version(transformers.__version__).base_version)
@@ -22,3 +24,17 @@ def cache_of(kwargs: dict[str, Any]) -> Any:
 def cache_of_output(output: Any) -> Any:
     """The cache that a model returned."""
     return getattr(output, CACHE_ARGUMENT)
+
+
+def restore_dtypes(model: PreTrainedModel, dtypes: dict[str, torch.dtype]) -> None:
+    """Cast the parameters of a loaded quantized checkpoint to `dtypes`, those they had before loading.
+
+    transformers before 5.21 leaves parameters that it renames (a vision-language model's whole decoder) in the
+    checkpoint's dtype, whatever dtype was asked for, and then fails on mixed dtypes.
+    """
+    if Version("5.21") <= _VERSION:
+        return
+    kept = [*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())]
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))

@@ -14,9 +14,10 @@ from transformers.quantizers.base import HfQuantizer
 from .calibration import Statistics
 from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
+from .compat import restore_dtypes
 from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
-from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all
+from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all, targets
 from .version import __version__
 
 
@@ -34,6 +35,7 @@ class WSVDHfQuantizer(HfQuantizer):
         # The fit writes its results into the config; the caller's object stays reusable.
         super().__init__(copy.deepcopy(quantization_config), **kwargs)
         self._targets: list[Target] | None = None
+        self._dtypes: dict[str, torch.dtype] | None = None
         self._fitted = False
 
     def fit(self, model: PreTrainedModel, **data: Any) -> None:
@@ -45,23 +47,23 @@ class WSVDHfQuantizer(HfQuantizer):
             config.calibration_info = {**config.calibration_info, "base_model": base_model}
         self._fitted = True
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse what cannot work before anything is allocated."""
-        if kwargs.get("tp_plan") is not None or kwargs.get("distributed_config") is not None:
-            raise ValueError("hf_wsvd does not support tensor parallelism; load with device_map instead")
-
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        refuse_distribution(model)
         if self.pre_quantized:
             self._targets = insert_empty(model, self.quantization_config)
             check_checkpoint(checkpoint_files, self._targets)
+            self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        elif not self._fitted:
+            targets(model, self.quantization_config)  # ranks that do not fit fail before any weight is read
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
             layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
+            restore_dtypes(model, self._dtypes)
             bind_all(model, self._targets, layouts)
-            self._targets = None
+            self._targets = self._dtypes = None
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
         install_push_to_hub(model)
@@ -92,6 +94,15 @@ class WSVDHfQuantizer(HfQuantizer):
         return True
 
 
+def refuse_distribution(model: PreTrainedModel) -> None:
+    """Raise ValueError for a load that would split factors over processes."""
+    plan = getattr(model.config, "distributed_config", None)
+    sizes = {f"{kind}_size": getattr(plan, f"{kind}_size", 1) for kind in ("tp", "ep", "pp", "fsdp")}
+    split = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
+    if split:
+        raise ValueError(f"hf_wsvd does not support a model split over processes ({split}); use device_map instead")
+
+
 def compress(
     model: PreTrainedModel,
     config: WSVDConfig | None = None,
@@ -117,6 +128,10 @@ def compress(
         ValueError: the model is quantized already, or `config`, the data or the model do not fit; the model is then
             unchanged.
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"compress: model must be a loaded transformers model, got {type(model).__name__}")
+    if config is not None and not isinstance(config, WSVDConfig):
+        raise ValueError(f"compress: config must be a WSVDConfig, got {type(config).__name__}")
     if getattr(model, "hf_quantizer", None) is not None:
         method = model.hf_quantizer.quantization_config.quant_method
         raise ValueError(f"the model is quantized already (quant_method={getattr(method, 'value', method)!r})")

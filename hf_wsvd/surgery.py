@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from .attention import bind, implementation_for, unbind
 from .calibration import Statistics, collect_statistics, default_calibration
+from .call import key_norm_module
 from .decoder import DecoderAttention, decoder_attentions, decoder_shape, matches
 from .fit import factorise
 from .modules import LatentProjection
@@ -146,6 +147,7 @@ def insert_empty(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
     """Exchange the modules of a model without weights (on the meta device) for a compressed checkpoint's."""
     check_shape(model, config)
     chosen = targets(model, config)
+    check_norms(chosen, config)
     for target in chosen:
         for side, rank, linear in target.sides():
             heads, head_dim = target.attention.heads, target.attention.head_dim
@@ -183,6 +185,19 @@ def check_shape(model: PreTrainedModel, config: WSVDConfig) -> None:
             f"WSVDConfig: key_layout has {len(config.key_layout)} entries, the decoder has "
             f"{shape['num_hidden_layers']} layers"
         )
+
+
+def check_norms(chosen: list[Target], config: WSVDConfig) -> None:
+    """Raise ValueError if a stored layout has a key norm where the model has none, or none where it has one."""
+    for target in chosen:
+        layer = target.attention.layer
+        layout = KeyLayout.parse(config.key_layout[layer])
+        has_norm = key_norm_module(target.attention.module) is not None
+        if layout is not None and (layout.norm != "none") != has_norm:
+            raise ValueError(
+                f"WSVDConfig: key_layout={str(layout)!r} does not fit {target.attention.name}, which has "
+                f"{'a' if has_norm else 'no'} key norm"
+            )
 
 
 def bind_all(model: PreTrainedModel, chosen: list[Target], layouts: dict[int, KeyLayout | None]) -> None:

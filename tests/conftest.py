@@ -79,3 +79,13 @@ def compressed() -> Factory:
 def merged() -> Factory:
     """`merged(family, rank_ratio=0.5, ...)`: the plain model with the weights `U_h D_h` of `compressed(...)`."""
     return lambda family, rank_ratio=0.5, **options: _merged(family, rank_ratio, tuple(sorted(options.items())))
+
+
+@pytest.fixture
+def no_weights(monkeypatch) -> None:
+    """Loading fails as soon as a weight would be read."""
+
+    def reading(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", reading)

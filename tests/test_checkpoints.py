@@ -14,7 +14,7 @@ from model_facts import auto_class, logits, projections
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_models import FAMILIES, prompt
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, Cache, PreTrainedModel
 
 import hf_wsvd
 
@@ -78,39 +78,51 @@ def test_a_sharded_checkpoint_loads(family, how, compressed, tmp_path):
     assert torch.equal(generated(loaded, family), generated(model, family))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "llava"])
-def test_layers_offloaded_to_cpu_and_disk_give_the_same_tokens(family, compressed, tmp_path):
-    model = compressed(family)
-    model.save_pretrained(tmp_path / "model")
+def offloaded(model: PreTrainedModel, folder: Path, family: str, **options) -> PreTrainedModel:
+    """The checkpoint in `folder` with the first decoder layer on the CPU and the others on disk."""
     layers = next(n for n, _ in model.named_modules() if n.endswith("layers.0") and "visi" not in n)[: -len(".0")]
     outside = [name for name, module in model.named_modules() if module._parameters and not name.startswith(layers)]
     device_map = dict.fromkeys(outside, "cpu") | {f"{layers}.{i}": d for i, d in enumerate(("cpu", "disk", "disk"))}
-    loaded = auto_class(family).from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    return auto_class(family).from_pretrained(
+        folder, device_map=device_map, offload_folder=folder / "offload", **options
     )
-    assert {p.device.type for p in loaded.get_submodule(f"{layers}.1").parameters()} == {"meta"}
+
+
+def cache_of(output: dict) -> Cache:
+    return next(value for value in output.values() if isinstance(value, Cache))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "llava"])
+def test_layers_offloaded_to_cpu_and_disk_give_the_same_tokens(family, compressed, tmp_path):
+    model = compressed(family)
+    model.save_pretrained(tmp_path)
+    loaded = offloaded(model, tmp_path, family)
+    assert "meta" in {p.device.type for p in loaded.parameters()}
     assert torch.equal(logits(loaded, family), logits(model, family))
     out = loaded.generate(**prompt(family), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
     assert torch.equal(out.sequences, generated(model, family))
-    cache = next(value for value in out.values() if hasattr(value, "layers"))
-    assert [layer.keys.shape[-1] for layer in cache.layers] == [8, 8, 8], "latents, not dense keys"
+    assert [layer.keys.shape[-1] for layer in cache_of(out).layers] == [8, 8, 8], "latents, not dense keys"
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "llava"])
+@pytest.mark.parametrize("family", ["llama", "qwen2_vl", "llava"])
+@pytest.mark.parametrize("where", ["whole", "offloaded"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_checkpoint_loads_in_half_precision(family, dtype, compressed, tmp_path):
-    compressed(family).save_pretrained(tmp_path)
-    loaded = auto_class(family).from_pretrained(tmp_path, dtype=dtype)
+def test_a_checkpoint_loads_in_half_precision(family, where, dtype, compressed, tmp_path):
+    model = compressed(family)
+    model.save_pretrained(tmp_path)
+    if where == "whole":
+        loaded = auto_class(family).from_pretrained(tmp_path, dtype=dtype)
+    else:
+        loaded = offloaded(model, tmp_path, family, dtype=dtype)
     assert {p.dtype for p in loaded.parameters()} == {dtype}
-    cast = copy.deepcopy(compressed(family))
+    cast = copy.deepcopy(model)
     for parameter in cast.parameters():  # not the rotary frequencies, which loading keeps in fp32
         parameter.data = parameter.data.to(dtype)
     batch = {n: v.to(dtype) if v.is_floating_point() else v for n, v in prompt(family, batch=2).items()}
     with torch.no_grad():
         assert torch.equal(loaded(**batch).logits, cast(**batch).logits)
         out = loaded.generate(**batch, max_new_tokens=4, return_dict_in_generate=True)
-    cache = next(value for value in out.values() if hasattr(value, "layers"))
-    assert {layer.keys.dtype for layer in cache.layers} == {dtype}
+    assert {layer.keys.dtype for layer in cache_of(out).layers} == {dtype}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
