@@ -7,6 +7,7 @@ with transformers.
 from .attention import register_attention
 from .cache import WSVDCache, cache_nbytes
 from .calibration import collect_statistics, default_calibration
+from .hub import model_card, push_to_hub
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import WSVDConfig
 from .register import register_quantization
@@ -25,4 +26,6 @@ __all__ = [
     "collect_statistics",
     "compress",
     "default_calibration",
+    "model_card",
+    "push_to_hub",
 ]
