@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from .cache import latent_layer
 from .call import LatentCall, active_call, set_active_call
@@ -21,8 +22,10 @@ from .quantizer_config import KeyLayout
 from .rope import half_rows
 
 
+logger = logging.get_logger("hf_wsvd")
+
 # Keyword arguments of attention functions that change the scores in ways latent attention does not know.
-DENSE_ONLY = ("s_aux", "position_bias", "output_attentions")
+DENSE_ONLY = ("s_aux", "position_bias")
 
 
 class Binding:
@@ -98,7 +101,8 @@ def attend(
     """
     call = active_call()
     if call is not None and call.attention is module and call.cached is not None and call.reads_latents():
-        if not (call.layer_was_empty or dropout or any(kwargs.get(name) is not None for name in DENSE_ONLY)):
+        dense = dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY)
+        if not (call.layer_was_empty or dense):
             out = latent_attention(
                 query,
                 *call.cached,
@@ -130,8 +134,12 @@ def implementation_for(model: PreTrainedModel) -> str:
     A softcap on the scores forces eager: sdpa of transformers before 5.21 drops it silently.
     """
     config = model.get_decoder().config
-    eager = config._attn_implementation in ("eager", "wsvd_eager") or getattr(config, "attn_logit_softcapping", None)
-    return "wsvd_eager" if eager else "wsvd"
+    present = config._attn_implementation
+    eager = present in ("eager", "wsvd_eager") or getattr(config, "attn_logit_softcapping", None) is not None
+    name = "wsvd_eager" if eager else "wsvd"
+    if present not in ("sdpa", "eager", "wsvd", "wsvd_eager"):
+        logger.warning(f"hf_wsvd: attn_implementation={present!r} of the decoder is replaced by {name!r}")
+    return name
 
 
 def register_attention() -> None:

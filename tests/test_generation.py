@@ -5,13 +5,15 @@ The equivalent dense model is the untouched one at full rank and the merged one 
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
 from tiny_models import FAMILIES, TEXT_FAMILIES, build, prompt
 from transformers import DynamicCache
 
-from hf_wsvd import WSVDCache
+from hf_wsvd import WSVDCache, WSVDConfig, compress
 from hf_wsvd.cache_layers import LATENT_LAYERS, LatentMixin
 from hf_wsvd.compat import CACHE_ARGUMENT, cache_of_output
 
@@ -202,3 +204,16 @@ def test_wsvd_cache_can_be_reused_after_reset(compressed):
         for _ in range(2):
             assert torch.equal(greedy(model, inputs, **{CACHE_ARGUMENT: cache}), expected)
             cache.reset()
+
+
+def test_attention_weights_can_be_asked_for(dense):
+    """Under an eager model every step returns the weights of the merged model."""
+    model = copy.deepcopy(dense("llama"))
+    model.set_attn_implementation("eager")
+    ours = compress(model, WSVDConfig(rank_ratio=0.5), calibration=[prompt("llama", batch=2)])
+    reference = copy.deepcopy(ours).dequantize()
+    options = {"output_attentions": True, "return_dict_in_generate": True}
+    steps = [greedy(m, prompt("llama", batch=2), **options).attentions for m in (ours, reference)]
+    for our_layers, reference_layers in zip(*steps):
+        for our_weights, reference_weights in zip(our_layers, reference_layers):
+            torch.testing.assert_close(our_weights, reference_weights, atol=1e-4, rtol=1e-4)
