@@ -10,7 +10,7 @@ from ..demo.run import check_output_dir, parse_ratios, results_table, run_demo
 
 def demo(
     output_dir: Annotated[Path, typer.Option(help="Folder for report.html and results.json.")],
-    questions: Annotated[int, typer.Option(min=1, help="Questions of each of the seven types.")] = 24,
+    questions: Annotated[int, typer.Option(min=1, help="Questions of each of the seven types.")] = 20,
     ratios: Annotated[str, typer.Option(help="Latent widths to measure, as fractions of the head dimension.")] = (
         "0.75,0.5,0.375,0.25"
     ),

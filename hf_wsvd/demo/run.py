@@ -153,7 +153,7 @@ def measure(
     answers = answer_questions(model, processor, dataset, BATCH_SIZE)
     accuracy = accuracy_by_type(dataset, answers)
     cache = kv_bytes_per_token(model, chat_inputs(processor, [dataset[0]], with_answer=False))
-    latency = decode_latency(model, CONTEXT)
+    latency = decode_latency(model, CONTEXT, repeats=2)
     seconds = time.perf_counter() - begin
     say(f"{label}: {accuracy['all'].mean:.1%} right, {cache.per_token:,.0f} bytes a token, {seconds:.0f} s")
     return Measured(label, ratio, accuracy, distance, cache, latency, answers, seconds)
