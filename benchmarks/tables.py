@@ -114,8 +114,9 @@ def main() -> int:
 def _with_note(table: str, note: str, results: dict[str, Any]) -> str:
     """The table and below it what it was measured on and by which command."""
     where = results["environment"]
+    load = f"threads: {where['threads']}, load average {where['load_average']}"
     versions = f"transformers {where['transformers']}, torch {where['torch']}"
-    return f"{table}\n\n{note}. {where['device']}, threads: {where['threads']}, {versions}. `{results['command']}`"
+    return f"{table}\n\n{note}. {where['device']}, {load}, {versions}. `{results['command']}`"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
+    GgufConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -80,7 +81,9 @@ def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[Pr
         raise ValueError(f"{model} is quantized already ({method}); compress the dense model it was made from")
     auto_class = auto_class_of(config)
     device_map = {} if device == "cpu" else {"device_map": device}
-    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **gguf).eval()
+    # Unpacked into plain weights: packed ones would be a quantized model, which cannot be compressed again.
+    unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf_file else {}
+    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **gguf, **unpacked).eval()
     images = auto_class.__name__ == "AutoModelForImageTextToText"
     return dense, (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **gguf)
 

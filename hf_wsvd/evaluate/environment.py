@@ -1,5 +1,6 @@
 """What a measurement ran on, for the record beside its numbers."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import transformers
 from ..version import __version__
 
 
-def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
-    """Versions, processor and device names, and the number of CPU threads."""
+def environment(device: torch.device | str = "cpu") -> dict[str, str | int | float]:
+    """Versions, device, CPU threads, and the load average: well above the threads, other work slowed this down."""
     device = torch.device(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {
@@ -20,6 +21,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, str | int]:
         "python": platform.python_version(),
         "device": f"{device.type}: {name}",
         "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else -1.0,
     }
 
 
