@@ -100,7 +100,7 @@ def attend(
         `[B, N, Hq, D]` and the attention weights where `base` gives them.
     """
     call = active_call()
-    if call is not None and call.attention is module and call.cached is not None and call.reads_latents():
+    if isinstance(call, LatentCall) and call.attention is module and call.cached and call.reads_latents():
         dense = dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY)
         if not (call.layer_was_empty or dense):
             out = latent_attention(

@@ -123,7 +123,7 @@ class GrowingSlidingWindowLayer(GrowingMixin, DynamicSlidingWindowLayer):
             )
         self.key_buffer.crop(count)
         self.value_buffer.crop(count)
-        self.cumulative_length -= count
+        self.cumulative_length = max(self.cumulative_length - count, 0)
         if beyond_window:
             self._keep_window()
 
@@ -140,6 +140,8 @@ class LatentMixin:
     `owns_rows` passes the operations on.
     """
 
+    # Shapes given ahead of the first tokens are those of dense heads; latents allocate when they arrive.
+    supports_early_init = False
     rows_class: ClassVar[type[CacheLayerMixin]]
     rows: CacheLayerMixin | None = None
     rows_key: tuple | None = None
@@ -202,11 +204,8 @@ class LatentMixin:
         super().crop(tokens_to_remove)
         if self.owns_rows:
             self.rows.crop(tokens_to_remove)
-
-    def activate_past_recording(self) -> None:
-        super().activate_past_recording()
-        if self.owns_rows:
-            self.rows.activate_past_recording()
+        # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
+        self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         super().reorder_cache(beam_idx)
@@ -237,6 +236,11 @@ class LatentSlidingWindowLayer(LatentMixin, GrowingSlidingWindowLayer):
     """Latents of the last `sliding_window` tokens."""
 
     rows_class = GrowingSlidingWindowLayer
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        if self.owns_rows:
+            self.rows.activate_past_recording()
 
 
 class LatentStaticLayer(LatentMixin, StaticLayer):

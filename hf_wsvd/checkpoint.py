@@ -18,28 +18,44 @@ def check_checkpoint(files: list[str] | None, targets: list[Target]) -> None:
     """
     if not files:
         return  # weights given as a state dict
-    shapes: dict[str, tuple[int, ...]] = {}
+    held: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118, a safetensors handle is no mapping
-                    shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                    part = tensors.get_slice(name)
+                    held[name] = (tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{file} is not a readable safetensors file (truncated or corrupted?): {error}"
             ) from error
-    for target in targets:
-        # A checkpoint saved from the causal model may be loaded as its base and the other way round, and some
-        # vision-language models store their decoder under another prefix: compare from `layers.` on.
-        for side, _, projection in target.sides():
-            name = target.attention.side_name(side)
-            tail = name[name.rindex("layers.") :] if "layers." in name else name
-            for parameter, tensor in projection.named_parameters():
-                wanted = f"{tail}.{parameter}"
-                found = [shape for key, shape in shapes.items() if key == wanted or key.endswith(f".{wanted}")]
-                if tuple(tensor.shape) not in found:
-                    state = f"has shape {found[0]}" if found else "is missing"
-                    raise ValueError(
-                        f"corrupted checkpoint: {name}.{parameter} of shape {tuple(tensor.shape)} {state} in "
-                        f"{', '.join(files)}"
-                    )
+    wanted = {
+        f"{target.attention.side_name(side)}.{parameter}": tuple(tensor.shape)
+        for target in targets
+        for side, _, projection in target.sides()
+        for parameter, tensor in projection.named_parameters()
+    }
+    prefix = stored_prefix(held, next(iter(wanted)))
+    for name, shape in wanted.items():
+        found, dtype = held.get(prefix + tail_of(name), (None, None))
+        if found != shape or dtype not in FLOAT_DTYPES:
+            state = "is missing" if found is None else f"has shape {found} and dtype {dtype}"
+            raise ValueError(f"corrupted checkpoint: {name} of shape {shape} {state} in {', '.join(files)}")
+
+
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def tail_of(name: str) -> str:
+    """The part of a parameter's name that no renaming changes: from `layers.` on."""
+    return name[name.rindex("layers.") :] if "layers." in name else name
+
+
+def stored_prefix(held: dict[str, object], name: str) -> str:
+    """What stands before `layers.` in the file.
+
+    A checkpoint saved from the causal model may be loaded as its base and the other way round, and some
+    vision-language models store their decoder under another name than they give it in memory.
+    """
+    tail = tail_of(name)
+    return next((key.removesuffix(tail) for key in held if key == tail or key.endswith(f".{tail}")), "")

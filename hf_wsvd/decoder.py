@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -81,3 +83,15 @@ def matches(name: str, patterns: list[str] | None) -> bool:
         if any(parts[i : i + len(wanted)] == wanted for i in range(len(parts) - len(wanted) + 1)):
             return True
     return False
+
+
+@contextmanager
+def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode inside; outside every module has the mode it had (a frozen tower may be in another)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -15,6 +15,8 @@ def check_output(target: Path, overwrite: bool) -> None:
     """
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} exists and is no folder")
+    if Path.cwd().is_relative_to(target.resolve()):
+        raise ValueError(f"{target} is, or holds, the working directory; name a folder of its own")
     if target.is_dir() and not overwrite and any(target.iterdir()):
         raise ValueError(f"{target} is not empty; pass --overwrite to replace it")
     parent = target.absolute().parent

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .call import set_active_call
 from .compat import CACHE_ARGUMENT
-from .decoder import DecoderAttention
+from .decoder import DecoderAttention, evaluation_mode
 from .kernels import LatentHeads
 from .quantizer_config import KeyLayout
 from .rope import find_key_layout, relative_error
@@ -43,13 +43,19 @@ class Probe:
 class RecordingCache(DynamicCache):
     """Keeps the keys and values that each layer hands to its cache."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, config: PretrainedConfig):
+        super().__init__(config=config)
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         self.seen[layer_idx] = (key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """Different token ids, `[1, PROBE_TOKENS]`, where the decoder's embedding is."""
+    embedding = model.get_decoder().get_input_embeddings()
+    return torch.arange(1, PROBE_TOKENS + 1, device=embedding.weight.device)[None] % embedding.num_embeddings
 
 
 @torch.no_grad()
@@ -66,18 +72,11 @@ def probe_key_layouts(model: PreTrainedModel, attentions: list[DecoderAttention]
         probe = probes[attention.layer]
         handles.append(attention.module.register_forward_pre_hook(partial(_open, probe), with_kwargs=True))
         handles.append(attention.module.register_forward_hook(_close, always_call=True))
-    decoder = model.get_decoder()
-    embedding = decoder.get_input_embeddings()
-    tokens = torch.arange(1, PROBE_TOKENS + 1, device=embedding.weight.device) % embedding.num_embeddings
-    if tokens.device.type == "meta":  # offloaded; accelerate moves the input to the right device
-        tokens = torch.arange(1, PROBE_TOKENS + 1) % embedding.num_embeddings
-    cache = RecordingCache()
-    training = model.training
-    model.eval()
+    cache = RecordingCache(model.config.get_text_config(decoder=True))
     try:
-        decoder(input_ids=tokens[None], use_cache=True, **{CACHE_ARGUMENT: cache})
+        with evaluation_mode(model):
+            model.get_decoder()(input_ids=probe_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache})
     finally:
-        model.train(training)
         for handle in handles:
             handle.remove()
     layouts = {layer: _layout(probe, cache.seen.get(layer)) for layer, probe in probes.items()}

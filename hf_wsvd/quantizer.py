@@ -134,7 +134,9 @@ def compress(
         raise ValueError(f"compress: config must be a WSVDConfig, got {type(config).__name__}")
     if getattr(model, "hf_quantizer", None) is not None:
         method = model.hf_quantizer.quantization_config.quant_method
-        raise ValueError(f"the model is quantized already (quant_method={getattr(method, 'value', method)!r})")
+        method = getattr(method, "value", method)
+        hint = "; load it with quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else ""
+        raise ValueError(f"the model is quantized already (quant_method={method!r}){hint}")
     quantizer = WSVDHfQuantizer(WSVDConfig() if config is None else config, pre_quantized=False)
     if calibration is None:
         calibration = quantizer.quantization_config.calibration

@@ -19,6 +19,7 @@ from .fit import factorise
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import KeyLayout, WSVDConfig, resolve_ranks
+from .trial import layers_that_need_keys
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def fit_latents(
         if calibration is None:
             calibration = default_calibration(model, processor)
         statistics = collect_statistics(model, calibration)
+    attentions = [target.attention for target in chosen]
+    implementation = model.get_decoder().config._attn_implementation
     factors = []
     for target in logging.tqdm(chosen, desc="Factorising", unit="layer"):
         factors += factor_layer(target, statistics, config.damping)
@@ -97,13 +100,19 @@ def fit_latents(
     try:
         for module, name, projection in factors:
             setattr(module, name, projection)
-        layouts = probe_key_layouts(model, [t.attention for t in chosen])
+        layouts = probe_key_layouts(model, attentions)
+        bind_all(model, chosen, layouts)
+        latent = [a for a in attentions if layouts[a.layer] is not None]
+        for layer in layers_that_need_keys(model, latent) if latent else ():
+            layouts[layer] = None
+        bind_all(model, chosen, layouts)
     except BaseException:
+        unbind_all(model)
+        model.get_decoder().set_attn_implementation(implementation)
         for module, name, linear in originals:
             setattr(module, name, linear)
         raise
     record(config, chosen, layouts, shape, statistics.info)
-    bind_all(model, chosen, layouts)
 
 
 def factor_layer(
@@ -201,20 +210,28 @@ def check_norms(chosen: list[Target], config: WSVDConfig) -> None:
 
 
 def bind_all(model: PreTrainedModel, chosen: list[Target], layouts: dict[int, KeyLayout | None]) -> None:
-    """Hook every compressed layer and switch the decoder's attention function."""
+    """Hook every compressed layer (anew, if it is hooked) and switch the decoder's attention function."""
+    unbind_all(model)
     for target in chosen:
         bind(target.attention.module, target.attention.layer, layouts[target.attention.layer])
     model.get_decoder().set_attn_implementation(implementation_for(model))
+
+
+def unbind_all(model: PreTrainedModel) -> None:
+    """Remove the hooks of every layer that has them."""
+    for attention in decoder_attentions(model):
+        if hasattr(attention.module, "_wsvd"):
+            unbind(attention.module)
 
 
 def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     """Turn a compressed model into a plain dense one with the weights `U_h D_h`."""
     decoder = model.get_decoder()
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
+    unbind_all(model)
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):
             continue
-        unbind(attention.module)
         for side in "kv":
             merged = getattr(attention.module, f"{side}_proj").merged()
             setattr(attention.module, f"{side}_proj", merged if dtype is None else merged.to(dtype))

@@ -67,9 +67,9 @@ class TokenBuffer:
         """Drop all but the last `tokens` tokens; their memory is reused when the buffer next moves."""
         self.start = max(self.start, self.end - tokens)
 
-    def select_batch(self, index: Tensor) -> None:
-        """Keep rows `index` of the batch, in that order (boolean masks too); the slack stays."""
-        self.data = self.data[index.to(self.data.device)]
+    def select_batch(self, index: Tensor | list[int] | slice) -> None:
+        """Keep rows `index` of the batch, in that order (boolean masks and slices too); the slack stays."""
+        self.data = self.data[index.to(self.data.device) if isinstance(index, Tensor) else index]
 
     def repeat_batch(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times."""

@@ -80,7 +80,8 @@ def latent_attention(
     weights = apply_mask(scores, mask).softmax(dim=-1).to(value.latent.dtype)
     mixed = weights.reshape(batch, heads, group * length, tokens) @ value.latent
     out = LatentHeads(mixed, value.up, value.bias).expand()  # the bias is exact here: the weights sum to one
-    return out.view(batch, query_heads, length, -1).transpose(1, 2).to(query.dtype)
+    # Contiguous, as dense attention functions return it: some models take a view of it.
+    return out.view(batch, query_heads, length, -1).transpose(1, 2).contiguous().to(query.dtype)
 
 
 def position_query_scores(query: Tensor, key: LatentHeads, rotation: Rotation | None) -> Tensor:

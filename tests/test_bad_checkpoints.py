@@ -52,6 +52,20 @@ def test_a_missing_factor_is_an_error_instead_of_random_numbers(checkpoint, tmp_
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_factor_under_a_foreign_prefix_does_not_count(checkpoint, tmp_path):
+    checkpoint(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"evil.{NAME}.up": tensors.pop(f"{NAME}.up")}))
+    with pytest.raises(ValueError, match=rf"corrupted checkpoint: {NAME}\.up of shape .* is missing"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_factor_of_integers_is_an_error(checkpoint, tmp_path):
+    checkpoint(tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({f"{NAME}.up": tensors[f"{NAME}.up"].int()}))
+    with pytest.raises(ValueError, match=rf"{NAME}\.up of shape .* dtype I32"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("part", ["up", "weight"])
 def test_a_factor_of_the_wrong_shape_is_an_error(checkpoint, tmp_path, part):
     checkpoint(tmp_path)

@@ -289,3 +289,42 @@ def test_growing_layers_equal_the_stock_layers(layer):
         for ours, theirs in zip(layer.update(keys, values), stock.update(keys, values)):
             assert torch.equal(ours, theirs)
         assert layer.get_seq_length() == stock.get_seq_length()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_assisted_decoding_on_a_kept_cache(family, compressed, merged):
+    """transformers asks every layer to record its past; only sliding layers drop any."""
+    inputs = {"input_ids": tokens(1, 10).repeat(1, 2)}
+    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    cache = {CACHE_ARGUMENT: WSVDCache(compressed(family, 0.5))}
+    ours = compressed(family, 0.5).generate(**inputs, **options, **cache)
+    assert torch.equal(ours, merged(family, 0.5).generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_cache_cropped_to_nothing_is_empty(family, compressed):
+    model = compressed(family, 0.5)
+    reference = forward(model, tokens(1, 5), WSVDCache(model))
+    caches = [WSVDCache(model)]
+    if family == "llama" and hasattr(StaticCache(model.config, 24).layers[0], "crop"):  # since transformers 5.24
+        caches.append(WSVDCache(model, max_cache_len=24))
+    for cache in caches:
+        forward(model, tokens(1, 6, seed=9), cache)
+        cache.crop(-6 if cache.is_compileable else -60)
+        torch.testing.assert_close(forward(model, tokens(1, 5), cache), reference)
+
+
+def test_dense_shapes_given_ahead_are_not_taken(compressed):
+    model = compressed("llama", 0.5)
+    cache = WSVDCache(model, max_cache_len=24)
+    cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
+    torch.testing.assert_close(forward(model, tokens(), cache), forward(model, tokens(), WSVDCache(model)))
+
+
+def test_batch_rows_may_be_a_list_or_a_slice(compressed):
+    model = compressed("llama", 0.5)
+    for index in ([1], slice(1, 2)):
+        cache = WSVDCache(model)
+        forward(model, tokens(), cache)
+        cache.batch_select_indices(index)
+        assert cache.layers[0].keys.shape[0] == 1

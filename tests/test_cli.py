@@ -217,3 +217,12 @@ def test_console_script_exits_with_2_after_an_error(tmp_path):
     failed = subprocess.run([script, "inspect", str(tmp_path)], capture_output=True, text=True)
     assert failed.returncode == 2
     assert len(failed.stderr.strip().splitlines()) == 1
+
+
+def test_overwrite_never_takes_the_working_directory_or_the_model(tmp_path, monkeypatch, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["model", "-o", "."], ["model", "-o", ".."], ["elsewhere/model", "-o", "elsewhere"]):
+        assert run(["compress", *arguments, "--overwrite"]) == 2
+        assert "is, or holds, the" in capsys.readouterr().err
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..decoder import DecoderAttention, decoder_attentions
+from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
 from .data import calibration_info, validate_batches
 
 
@@ -58,15 +58,15 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
             model(**inputs, use_cache=False)
             yield batch
 
-    training = model.training
-    model.eval()
     with ExitStack() as stack:
-        stack.callback(model.train, training)
+        stack.enter_context(evaluation_mode(model))
         for attention in attentions:
             handle = attention.module.k_proj.register_forward_pre_hook(_accumulate(attention, sums, current))
             stack.callback(handle.remove)
         info = calibration_info(run())
-    gram = {layer: total / max(info["tokens"], 1) for layer, total in sums.items()}
+    if info["tokens"] == 0:
+        raise ValueError("calibration data attend to no token: every attention_mask is zero")
+    gram = {layer: total / info["tokens"] for layer, total in sums.items()}
     for attention in attentions:
         if not torch.isfinite(gram[attention.layer]).all():
             raise ValueError(

@@ -51,6 +51,8 @@ def compress(
 ) -> None:
     """Compress a model's KV cache and save the checkpoint with its tokenizer or processor."""
     check_output(output_dir, overwrite)
+    if Path(model).resolve().is_relative_to(output_dir.resolve()):
+        raise ValueError(f"{output_dir} is, or holds, the model that is to be compressed")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     config = WSVDConfig(rank_ratio=rank_ratio, k_rank=k_rank, v_rank=v_rank)

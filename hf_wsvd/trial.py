@@ -1,0 +1,74 @@
+"""The experiment that tells whether a model's attention can work on latents: a few steps, cached and uncached."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from .compat import CACHE_ARGUMENT
+from .decoder import DecoderAttention, evaluation_mode
+from .probe import PROBE_TOKENS, probe_tokens
+from .rope import relative_error
+
+
+logger = logging.get_logger("hf_wsvd")
+
+# Far above rounding of one layer in bf16, far below what attention over the wrong tokens gives.
+TOLERANCE = 5e-2
+# A prompt, several tokens on top of it, one more.
+PARTS = (slice(0, 4), slice(4, PROBE_TOKENS - 1), slice(PROBE_TOKENS - 1, PROBE_TOKENS))
+
+
+class Trial:
+    """Outputs of every layer's attention without a cache, and the layers that differ from them with one."""
+
+    def __init__(self):
+        self.whole: dict[int, Tensor] = {}
+        self.part: slice | None = None
+        self.wrong: set[int] = set()
+
+    def compare(self, layer: int, attention: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook. The uncached output takes the place of the cached one, so that errors do not add up."""
+        given = output[0] if isinstance(output, tuple) else output
+        if self.part is None:
+            self.whole[layer] = given
+            return output
+        wanted = self.whole[layer][:, self.part]
+        if relative_error(given, wanted) > TOLERANCE:
+            self.wrong.add(layer)
+        return (wanted, *output[1:]) if isinstance(output, tuple) else wanted
+
+
+@torch.no_grad()
+def layers_that_need_keys(model: PreTrainedModel, attentions: list[DecoderAttention]) -> set[int]:
+    """Bound layers whose attention goes wrong on latents; a warning names them.
+
+    Some families use what the cache returned beside the attention function (DiffLlama, Doge). If the model fails on
+    the latent path altogether, no layer can work on it.
+    """
+    trial, tokens = Trial(), probe_tokens(model)
+    handles = [a.module.register_forward_hook(partial(trial.compare, a.layer)) for a in attentions]
+    decoder = model.get_decoder()
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    try:
+        with evaluation_mode(model):
+            decoder(input_ids=tokens, use_cache=False)
+            for trial.part in PARTS:
+                decoder(input_ids=tokens[:, trial.part], use_cache=True, **{CACHE_ARGUMENT: cache})
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        logger.warning(f"hf_wsvd: {type(model).__name__} fails on latents: {error}")
+        trial.wrong.update(a.layer for a in attentions)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if trial.wrong:
+        logger.warning(
+            f"hf_wsvd: the attention of decoder layers {sorted(trial.wrong)} ({type(attentions[0].module).__name__}) "
+            "cannot work on latents: their weights are low-rank, their cache stays dense"
+        )
+    return trial.wrong
