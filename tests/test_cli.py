@@ -150,8 +150,9 @@ def test_code_of_a_repository_is_never_run(models, tmp_path, capsys, monkeypatch
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.setattr("builtins.input", lambda *args: "y")
-    error_of(capsys, ["compress", tmp_path, "-o", tmp_path / "out"])
-    assert not (tmp_path / "ran").exists()
+    for arguments in (["compress", tmp_path, "-o", tmp_path / "out"], ["inspect", tmp_path]):
+        error_of(capsys, arguments)
+        assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_without_tokenizer_is_refused(models, tmp_path, capsys):
