@@ -112,6 +112,8 @@ def test_calibration_rows_with_images(models, tmp_path):
         (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "'--rank-ratio'"),
         (["compress", "{text}", "-o", "{new}", "--k-rank", "17"], "head_dim = 16"),
         (["compress", "{text}", "-o", "{new}", "--dtype", "int8"], "--dtype must be one of"),
+        (["compress", "{text}", "-o", "{new}", "--device", "quantum"], "--device quantum"),
+        (["compress", "{text}", "-o", "{new}", "--device", "cuda:99"], "--device cuda:99"),
         (["compress", "{text}", "-o", "{new}", "--samples", "0"], "samples"),
         (["compress", "{text}", "-o", "{text}"], "not empty; pass --overwrite"),
         (["compress", "{text}", "-o", "{text}/config.json"], "no folder"),
@@ -141,6 +143,16 @@ def test_errors_are_one_line_and_leave_nothing(models, tmp_path, capsys, monkeyp
 def test_unsupported_architecture_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "architectures": ["BertModel"]}))
     assert "BertModel is neither" in error_of(capsys, ["compress", tmp_path, "-o", tmp_path / "out"])
+
+
+def test_code_of_a_repository_is_never_run(models, tmp_path, capsys, monkeypatch):
+    config = {"model_type": "own", "architectures": ["Own"], "auto_map": {"AutoConfig": "own.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    for arguments in (["compress", tmp_path, "-o", tmp_path / "out"], ["inspect", tmp_path]):
+        error_of(capsys, arguments)
+        assert not (tmp_path / "ran").exists()
 
 
 def test_a_model_without_tokenizer_is_refused(models, tmp_path, capsys):

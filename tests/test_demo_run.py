@@ -126,3 +126,14 @@ def test_errors_come_before_any_work(tmp_path, monkeypatch, capsys):
         assert "\n" not in line
         assert message in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_embedded_model_keeps_its_answers_at_half_the_rank(tmp_path):
+    results = run_demo(tmp_path, questions=2, ratios=[0.5])
+    dense, half = results["rows"]
+    assert dense["accuracy"]["all"]["correct"] >= 13  # of 14; it was trained to all
+    assert half["accuracy"]["all"]["correct"] >= 13
+    assert half["divergence"]["agreement"] > 0.95
+    assert 0.5 < half["kv_share_of_dense"] < 0.55
+    assert results["seconds"] < 300

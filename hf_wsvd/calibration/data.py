@@ -62,7 +62,7 @@ def load_processor(model: PreTrainedModel) -> Any:
             f"The default calibration set needs a {kind}, and the model was not loaded from a path. {remedy}"
         )
     try:
-        return auto_class.from_pretrained(source)
+        return auto_class.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # OSError, ValueError, ImportError or KeyError, by what is missing
         raise ValueError(
             f"The default calibration set needs a {kind}; none loads from {source!r} ({_first_line(error)}). {remedy}"

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from transformers import (
     AutoConfig,
@@ -55,6 +56,7 @@ def compress(
         raise ValueError(f"{output_dir} is, or holds, the model that is to be compressed")
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    check_device(device)
     config = WSVDConfig(rank_ratio=rank_ratio, k_rank=k_rank, v_rank=v_rank)
     data = read_calibration_file(calibration) if calibration else None
     dense, processor = load(model, dtype, device, gguf_file)
@@ -71,13 +73,26 @@ def compress(
     typer.echo(cache_size(compressed.config).summary())
 
 
+def check_device(device: str) -> None:
+    """Raise ValueError unless torch has the device, or it is "auto"."""
+    if device == "auto":
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
 def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[PreTrainedModel, Any]:
     """The dense model, in evaluation mode, and its processor (image models) or tokenizer.
 
+    Code that comes with a repository is never run.
+
     Raises ValueError for a model that is quantized already or is neither a decoder nor a vision-language model.
     """
-    gguf = {"gguf_file": gguf_file} if gguf_file else {}
-    config = AutoConfig.from_pretrained(model, **gguf)
+    # Without the refusal, transformers would ask on the terminal whether to run a repository's own code.
+    source = {"trust_remote_code": False, **({"gguf_file": gguf_file} if gguf_file else {})}
+    config = AutoConfig.from_pretrained(model, **source)
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method is not None:
         raise ValueError(f"{model} is quantized already ({method}); compress the dense model it was made from")
@@ -85,9 +100,9 @@ def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[Pr
     device_map = {} if device == "cpu" else {"device_map": device}
     # Unpacked into plain weights: packed ones would be a quantized model, which cannot be compressed again.
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf_file else {}
-    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **gguf, **unpacked).eval()
+    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **source, **unpacked).eval()
     images = auto_class.__name__ == "AutoModelForImageTextToText"
-    return dense, (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **gguf)
+    return dense, (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **source)
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:

@@ -26,7 +26,7 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 
     Raises ValueError for a checkpoint that hf_wsvd did not compress, OSError where there is no config.
     """
-    config = AutoConfig.from_pretrained(model, revision=revision)
+    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
     try:
         size = cache_size(config)
     except ValueError as error:

@@ -112,7 +112,7 @@ def run_demo(
     batches = list(answer_batches(processor, dataset.select(range(compared)), BATCH_SIZE))
     reference = [counted_logits(dense, batch, "answer") for batch in batches]
     measured = [measure("dense", None, dense, processor, dataset)]
-    # Other scenes than those of the questions: the calibration set's seed is far from any evaluation seed.
+    # On scenes of the training split, which holds none of the questions' scenes.
     statistics = collect_statistics(dense, default_calibration(dense, processor, seed=seed))
     for ratio in ratios:
         model = compress(copy.deepcopy(dense), WSVDConfig(rank_ratio=ratio), statistics=statistics)
