@@ -102,6 +102,8 @@ def attend(
     call = active_call()
     if isinstance(call, LatentCall) and call.attention is module and call.cached and call.reads_latents():
         dense = dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY)
+        if not call.layer_was_empty and (key is not call.handed[0] or value is not call.handed[1]):
+            raise RuntimeError(f"{type(module).__name__} changes cached keys or values: it cannot work on latents")
         if not (call.layer_was_empty or dense):
             out = latent_attention(
                 query,

@@ -178,6 +178,7 @@ class LatentMixin:
         call.cache(*latents, self.rows.visible if self.rows is not None else None)
         whole = empty and (call.latent_attention or not self.is_compileable)
         if whole or call.reads_latents():
+            call.handed = (key_states, value_states)
             return key_states, value_states
         return call.expand()
 

@@ -33,6 +33,7 @@ class LatentCall:
         self.key: LatentHeads | None = None  # of the new tokens; with the factors, so that offloading cannot part them
         self.value: LatentHeads | None = None
         self.cached: tuple[LatentHeads, LatentHeads, Rotation | None] | None = None  # of all tokens
+        self.handed: tuple[Tensor, Tensor] | None = None  # what the cache gave attention instead of expanded keys
         self.layer_was_empty = layer.is_empty
         self.latent_attention = attention.config._attn_implementation in ("wsvd", "wsvd_eager")
 

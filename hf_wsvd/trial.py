@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from .cache_layers import LatentMixin
 from .compat import CACHE_ARGUMENT
 from .decoder import DecoderAttention, evaluation_mode
 from .probe import PROBE_TOKENS, probe_tokens
@@ -55,13 +56,16 @@ def layers_that_need_keys(model: PreTrainedModel, attentions: list[DecoderAttent
     handles = [a.module.register_forward_hook(partial(trial.compare, a.layer)) for a in attentions]
     decoder = model.get_decoder()
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    reason = ""
     try:
         with evaluation_mode(model):
             decoder(input_ids=tokens, use_cache=False)
             for trial.part in PARTS:
                 decoder(input_ids=tokens[:, trial.part], use_cache=True, **{CACHE_ARGUMENT: cache})
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        logger.warning(f"hf_wsvd: {type(model).__name__} fails on latents: {error}")
+        # A layer of another kind (hybrids keep two things in one) was not exchanged for a latent one.
+        trial.wrong.update(a.layer for a in attentions if not isinstance(cache.layers[a.layer], LatentMixin))
+    except Exception as error:  # whatever a foreign forward trips over
+        reason = f" ({error})"
         trial.wrong.update(a.layer for a in attentions)
     finally:
         for handle in handles:
@@ -69,6 +73,6 @@ def layers_that_need_keys(model: PreTrainedModel, attentions: list[DecoderAttent
     if trial.wrong:
         logger.warning(
             f"hf_wsvd: the attention of decoder layers {sorted(trial.wrong)} ({type(attentions[0].module).__name__}) "
-            "cannot work on latents: their weights are low-rank, their cache stays dense"
+            f"cannot work on latents{reason}: their weights are low-rank, their cache stays dense"
         )
     return trial.wrong

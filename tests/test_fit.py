@@ -179,8 +179,10 @@ def test_inputs_embeds_calibrate_as_their_ids_do(dense):
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_in_its_mode_without_hooks(dense, training):
     model = copy.deepcopy(dense("llama")).train(training)
+    model.lm_head.train(not training)
     hf_wsvd.collect_statistics(model, padded_batches())
-    assert all(module.training is training for module in model.modules())
+    assert model.lm_head.training is not training
+    assert all(module.training is training for module in model.model.modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 

@@ -104,10 +104,12 @@ def test_compressing_twice_is_refused_and_changes_nothing(compressed):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_compression_keeps_the_mode(dense, training, statistics):
+def test_compression_keeps_the_mode_of_every_module(dense, training):
     model = copy.deepcopy(dense("llama")).train(training)
-    hf_wsvd.compress(model, statistics=statistics("llama"))
-    assert all(module.training is training for module in model.modules())
+    model.model.layers[1].train(not training)
+    hf_wsvd.compress(model, calibration=calibration_batches("llama"))
+    modes = {name: module.training for name, module in model.named_modules() if "_proj" not in name}
+    assert modes == {name: training is not name.startswith("model.layers.1") for name in modes}
 
 
 # Half-way -----------------------------------------------------------------------------------------------------------
