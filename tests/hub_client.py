@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
+from safetensors.torch import load_file, save_file
 from tiny_models import build, prompt
 from tokenizers import Tokenizer, models
 from transformers import (
@@ -64,7 +65,7 @@ def push_and_pull(folder: Path) -> dict:
     build("llama").push_to_hub("me/base")
     half, quarter = compressed("me/base", 0.5), compressed("me/base", 0.25)
     expected = {"half": logits(half), "quarter": logits(quarter)}
-    torch.save(expected, folder / "expected.pt")
+    save_file(expected, folder / "expected.safetensors")
     seen: dict = {"differ": not torch.equal(expected["half"], expected["quarter"])}
 
     half.push_to_hub("me/plain", private=True)
@@ -128,7 +129,7 @@ def offline(folder: Path) -> dict:
     seen = {"import forgotten": error_of(pull, "me/plain"), "imported": "hf_wsvd" in sys.modules}
     import hf_wsvd  # noqa: F401
 
-    expected = torch.load(folder / "expected.pt")
+    expected = load_file(folder / "expected.safetensors")
     pulls = {"by name": ("half", pull("me/plain")), "by branch": ("quarter", pull("me/full", revision="v1"))}
     seen["pulls"] = {name: torch.equal(expected[which], got) for name, (which, got) in pulls.items()}
     return seen | {"never pulled": error_of(pull, "me/readme")}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from model_facts import auto_class, logits, projections
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, prompt
 from transformers import AutoModel, Cache, PreTrainedModel
 
@@ -160,10 +160,12 @@ def test_dequantize_in_another_dtype(compressed):
 
 WITHOUT_HF_WSVD = """
 import sys, torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("full")
-batch, logits = torch.load("wanted.pt")
+batch = load_file("wanted.safetensors")
+logits = batch.pop("logits")
 assert torch.equal(model(**batch).logits, logits)
 try:
     AutoModelForCausalLM.from_pretrained("half")
@@ -180,7 +182,8 @@ def test_without_importing_hf_wsvd_cut_ranks_fail_to_load_and_full_rank_is_the_d
 ):
     compressed("llama").save_pretrained(tmp_path / "half")
     compressed("llama", 1).save_pretrained(tmp_path / "full")
-    torch.save((prompt("llama", batch=2), logits(dense("llama"), "llama")), tmp_path / "wanted.pt")
+    wanted = {**prompt("llama", batch=2), "logits": logits(dense("llama"), "llama")}
+    save_file(wanted, tmp_path / "wanted.safetensors")
     process = subprocess.run(
         [sys.executable, "-c", WITHOUT_HF_WSVD], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -238,3 +238,25 @@ def test_overwrite_never_takes_the_working_directory_or_the_model(tmp_path, monk
         assert run(["compress", *arguments, "--overwrite"]) == 2
         assert "is, or holds, the" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"decoder_shape": None},
+        {"decoder_shape": {"num_key_value_heads": [2]}},
+        {"decoder_shape": {"num_key_value_heads": "many", "head_dim": [8]}},
+        {"k_rank": [99, 99]},
+        {"k_rank": "full"},
+        {"key_layout": ["none:spiral"]},
+    ],
+)
+def test_inspect_refuses_a_tampered_config_in_one_sentence(fields, models, tmp_path, capsys):
+    shutil.copytree(models / "compressed", tmp_path / "tampered")
+    path = tmp_path / "tampered" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= fields
+    path.write_text(json.dumps(config))
+    line = error_of(capsys, ["inspect", path.parent])
+    assert next(iter(fields)) in line
+    assert "Error:" not in line

@@ -69,6 +69,11 @@ def text(description: dict[str, Any]) -> str:
         lines.append(f"  {span:>7}  {ranks}: {size:,} bytes a token (dense {dense:,})")
     lines.append(f"  rotary rows, shared by the layers: {cache['rotary_bytes']:,} bytes a token")
     info = quantization.get("calibration_info") or {}
-    lines += ["", "calibration"] + [f"  {name}: {value}" for name, value in info.items()]
-    lines += ["", "files"] + [f"  {size:>14,}  {name}" for name, size in description["files"].items()]
+    lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]
+    lines += ["", "files"] + [f"  {size:>14,}  {printable(name)}" for name, size in description["files"].items()]
     return "\n".join(lines)
+
+
+def printable(value: Any) -> str:
+    """A checkpoint's text without what could steer a terminal."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in str(value))

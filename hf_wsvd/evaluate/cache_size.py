@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from ..quantizer_config import WSVDConfig, resolve_ranks
+
 
 @dataclass(frozen=True)
 class LayerSize:
@@ -70,18 +72,29 @@ def cache_size(config: PretrainedConfig) -> CacheSize:
         found = (quantization or {}).get("quant_method") or "none"
         raise ValueError(f"not a checkpoint compressed by hf_wsvd (quant_method: {found})")
     text = config.get_text_config(decoder=True)
-    shape = quantization["decoder_shape"]
-    if len(shape["head_dim"]) != 1 or len(shape["num_key_value_heads"]) != 1:
-        raise ValueError("layers differ in head shape: load the model and use hf_wsvd.evaluate.memory to measure it")
-    heads, head_dim = shape["num_key_value_heads"][0], shape["head_dim"][0]
+    checked = WSVDConfig(**quantization)
+    if checked.decoder_shape is None or checked.key_layout is None:
+        raise ValueError("quantization_config lacks decoder_shape or key_layout: no compressed model was saved here")
+    heads, head_dim = (_only(checked.decoder_shape, name) for name in ("num_key_value_heads", "head_dim"))
+    by_side = [resolve_ranks(checked, side, [head_dim] * len(checked.key_layout)) for side in "kv"]
     dtype = _dtype(config)
     layers = []
-    for number, layout in enumerate(quantization["key_layout"]):
-        ranks = [quantization[f"{side}_rank"][number] if layout is not None else None for side in "kv"]
+    for number, layout in enumerate(checked.key_layout):
+        ranks = [side[number] if layout is not None else None for side in by_side]
         width = sum(head_dim if rank is None else rank for rank in ranks)
         dense = heads * 2 * head_dim * dtype.itemsize
         layers.append(LayerSize(number, *ranks, layout, heads * width * dtype.itemsize, dense))
     return CacheSize(layers, heads, head_dim, _rotary_bytes(text, layers, head_dim, dtype), str(dtype).split(".")[-1])
+
+
+def _only(shape: Mapping[str, Any], name: str) -> int:
+    """The one value that all layers share; ValueError if they differ or the record is no list of numbers."""
+    values = shape.get(name)
+    if not isinstance(values, list) or not all(isinstance(value, int) and value > 0 for value in values):
+        raise ValueError(f"WSVDConfig: decoder_shape[{name!r}]={values!r} is not a list of positive integers")
+    if len(values) != 1:
+        raise ValueError("layers differ in head shape: load the model and use hf_wsvd.evaluate.memory to measure it")
+    return values[0]
 
 
 def _rotary_bytes(text: PretrainedConfig, layers: list[LayerSize], head_dim: int, dtype: torch.dtype) -> int:
