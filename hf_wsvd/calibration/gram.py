@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
+from .chat import place
 from .data import calibration_info, validate_batches
 
 
@@ -54,8 +55,7 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
     def run() -> Iterator[dict[str, Tensor]]:
         for batch in validate_batches(batches, model):
             current["mask"] = batch.get("attention_mask")
-            inputs = {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-            model(**inputs, use_cache=False)
+            model(**place(batch, model), use_cache=False)
             yield batch
 
     with ExitStack() as stack:
