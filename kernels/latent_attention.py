@@ -99,11 +99,15 @@ def position_query_scores(query: Tensor, key: LatentHeads, rotation: Rotation | 
     up = key.up
     if up is None:
         up = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device).expand(query.shape[1], -1, -1)
-    columns = up if key.bias is None else torch.cat([up, key.bias[..., None]], dim=-1)  # the bias as one more latent
+    rows = torch.cat([rotation.cos, rotation.sin], dim=-1)[:, None]  # [B or 1, 1, S, d]
+    columns = up
+    if key.bias is not None:
+        # The bias as one more latent. It may dwarf the rest of the key, so its products are not rounded to 16 bits.
+        columns = torch.cat([up, key.bias[..., None]], dim=-1).float()
+        query, rows = query.float(), rows.float()
     query0, query1, query_tail = (part[..., None] for part in rotation.split(query))
     up0, up1, up_tail = (part.transpose(1, 2) for part in rotation.split(columns.transpose(1, 2)))
     by_row = torch.cat([query0 * up0 + query1 * up1, query1 * up0 - query0 * up1], dim=2)  # [B, H, d, r]
-    rows = torch.cat([rotation.cos, rotation.sin], dim=-1)[:, None]  # [B or 1, 1, S, d]
     weights = rows @ by_row  # [B, H, S, r]
     if query_tail.shape[2]:
         weights = weights + (query_tail * up_tail).sum(2, keepdim=True)
