@@ -6,7 +6,7 @@ with transformers.
 
 from .attention import register_attention
 from .cache import WSVDCache, cache_nbytes
-from .calibration import collect_statistics, default_calibration
+from .calibration import collect_statistics, default_calibration, load_calibration
 from .hub import model_card, push_to_hub
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import WSVDConfig
@@ -26,6 +26,7 @@ __all__ = [
     "collect_statistics",
     "compress",
     "default_calibration",
+    "load_calibration",
     "model_card",
     "push_to_hub",
 ]

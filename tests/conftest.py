@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -12,6 +15,9 @@ from functools import cache
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Read when datasets is imported: what tests load does not pile up in the user's cache.
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import pytest
 import tiny_models

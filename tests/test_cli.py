@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from tiny_text import byte_tokenizer, tiny_llama
+from tiny_text import byte_tokenizer, chat_tokenizer, tiny_llama
 from tiny_vision import tiny_llava, tiny_processor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -78,30 +78,45 @@ def test_dtype_is_kept_or_chosen(models, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(models / "compressed").dtype == torch.float32
 
 
-def test_calibration_from_files(models, tmp_path):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    tiny_llama().save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory) -> Path:
+    """Folder of a text model whose tokenizer has a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    tiny_llama().save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def calibration_info_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]["calibration_info"]
+
+
+def test_calibration_from_files(chat_model, tmp_path):
     (tmp_path / "text.txt").write_text("A text of some length. " * 20)
-    rows = [{"text": "abc" * 100}, {"messages": [{"role": "user", "content": "Hello"}]}]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-    for name, expected in (("text.txt", (4, 256)), ("rows.jsonl", (2, 64 + 5))):
-        out = str(tmp_path / f"out-{name}")
-        arguments = ["--calibration", str(tmp_path / name), *FAST]
-        assert run(["compress", str(tmp_path / "model"), "-o", out, *arguments]) == 0
-        info = AutoModelForCausalLM.from_pretrained(out).config.quantization_config.calibration_info
-        assert (info["samples"], info["tokens"]) == expected
+    rows = [{"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]}] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    conversation = len("user: Hello\nassistant: Hi</s>") - len("</s>") + 1
+    for name, preset, (samples, tokens) in (
+        ("text.txt", "text", (4, 256)),
+        ("rows.jsonl", "messages", (2, 2 * conversation)),
+    ):
+        out = tmp_path / f"out-{preset}"
+        assert run(["compress", str(chat_model), "-o", str(out), "--dataset", str(tmp_path / name), *FAST]) == 0
+        info = calibration_info_of(out)
+        assert (info["samples"], info["tokens"], info["dataset"]) == (samples, tokens, name)
+        assert (info["preset"], info["seed"]) == (preset, 0)
+        assert str(tmp_path) not in json.dumps(info)
 
 
 def test_calibration_rows_with_images(models, tmp_path):
     Image.new("RGB", (20, 30), (200, 10, 10)).save(tmp_path / "red.png")
-    content = [{"type": "image", "path": str(tmp_path / "red.png")}, {"type": "text", "text": "What colour?"}]
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": content}]}))
-    arguments = ["--calibration", str(tmp_path / "rows.jsonl"), "--samples", "1"]
-    assert run(["compress", str(models / "vision"), "-o", str(tmp_path / "out"), *arguments]) == 0
-    info = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").config.quantization_config.calibration_info
-    assert info["tokens"] == len("user: What colour?\n") + 4
+    content = [{"type": "image", "path": "red.png"}, {"type": "text", "text": "What colour?"}]
+    row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Red"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    out = tmp_path / "out"
+    arguments = ["--dataset", str(tmp_path / "rows.jsonl"), "--samples", "1", "--streaming"]
+    assert run(["compress", str(models / "vision"), "-o", str(out), *arguments]) == 0
+    assert calibration_info_of(out)["tokens"] == len("user: What colour?\nassistant: Red") + 4 + 1
 
 
 @pytest.mark.parametrize(
@@ -120,9 +135,13 @@ def test_calibration_rows_with_images(models, tmp_path):
         (["compress", "{compressed}", "-o", "{new}"], "quantized already"),
         (["compress", "{new}", "-o", "{new}2"], "nothing"),
         (["compress", "{text}", "-o", "{new}", "--gguf-file", "no.gguf"], "no.gguf"),
-        (["compress", "{text}", "-o", "{new}", "--calibration", "{bad}.csv"], "end in .txt"),
-        (["compress", "{text}", "-o", "{new}", "--calibration", "{bad}.jsonl"], "line 2: needs a text"),
-        (["compress", "{text}", "-o", "{new}", "--calibration", "{new}.txt"], "No such file"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv"], "columns found: a, b"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.jsonl"], "in row 1"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.md"], "end in .json"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{new}.txt"], "no file or folder"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv", "--split", "a"], "one of ['train']"),
+        (["compress", "{text}", "-o", "{new}", "--split", "a", "--streaming"], "--split, --streaming needs --dataset"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv", "--preset", "chat"], "preset must be one of"),
         (["inspect", "{text}"], "not a checkpoint compressed by hf_wsvd"),
         (["inspect", "{new}"], "nothing"),
         (["frobnicate"], "frobnicate"),
@@ -131,8 +150,9 @@ def test_calibration_rows_with_images(models, tmp_path):
 )
 def test_errors_are_one_line_and_leave_nothing(models, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
-    (tmp_path / "bad.csv").write_text("a,b\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": b}\n')
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "bad.md").write_text("text")
     before = sorted(path.name for path in tmp_path.iterdir())
     places = {name: models / name for name in ("text", "compressed")}
     places |= {"new": tmp_path / "nothing", "bad": tmp_path / "bad"}
@@ -165,7 +185,7 @@ def test_unexpected_errors_name_their_class(models, monkeypatch, capsys):
     def fail(*args, **kwargs):
         raise ZeroDivisionError("a bug\nin two lines")
 
-    monkeypatch.setattr("hf_wsvd.cli.compress.load", fail)
+    monkeypatch.setattr("hf_wsvd.cli.compress.load_dense", fail)
     line = error_of(capsys, ["compress", models / "text", "-o", models / "never"])
     assert "ZeroDivisionError: a bug in two lines (set HF_WSVD_TRACEBACK=1" in line
     monkeypatch.setenv("HF_WSVD_TRACEBACK", "1")

@@ -20,6 +20,17 @@ def byte_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
+def chat_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` with a chat template that closes an answer with `</s>`."""
+    tokenizer = byte_tokenizer(bos)
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}"
+        "{% if message.role == 'assistant' %}</s>{% else %}{{ '\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    return tokenizer
+
+
 def tiny_llama(layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
     """Random weights; 4 query heads and 2 KV heads of 16; a vocabulary of 258, as `byte_tokenizer`."""
     torch.manual_seed(seed)

@@ -13,11 +13,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .chat import chat_inputs
+from .batches import Batch, CalibrationSet
+from .chat import chat_sequence, conversation
 from .documentation import documentation_text
+from .text import text_windows
 
-
-Batch = dict[str, torch.Tensor]
 
 TOKEN_COLUMNS = ("input_ids", "inputs_embeds")
 
@@ -29,12 +29,13 @@ def takes_images(model: PreTrainedModel) -> bool:
 
 def default_calibration(
     model: PreTrainedModel, processor: Any = None, *, samples: int = 64, max_tokens: int = 512, seed: int = 0
-) -> list[Batch]:
-    """The built-in calibration set: `samples` batches of one sequence each, on the CPU.
+) -> CalibrationSet:
+    """The built-in calibration set: `samples` batches of one sequence each, with `labels`, on the CPU.
 
     A vision-language model gets emoji-grid scenes with a question and its answer in the processor's chat template
-    (`max_tokens` does not cut these), a text model gets windows of `max_tokens` tokens of Python's documentation. The
-    same arguments give the same set. Both are generic: data like that of the later use calibrates better.
+    (`max_tokens` does not cut these; labels: the answer), a text model gets windows of `max_tokens` tokens of Python's
+    documentation (labels: all but a BOS token). The same arguments give the same set. Both are generic: data like that
+    of the later use calibrates better, see `load_calibration`.
 
     Args:
         processor: the model's processor (images) or tokenizer (text); loaded from where the model came from if None.
@@ -46,8 +47,9 @@ def default_calibration(
     if processor is None:
         processor = load_processor(model)
     if takes_images(model):
-        return scene_batches(processor, samples, seed)
-    return text_windows(processor, documentation_text("calibration", seed), samples, max_tokens)
+        return CalibrationSet(scene_batches(processor, samples, seed), {"dataset": "built-in scenes", "seed": seed})
+    windows = text_windows(processor, documentation_text("calibration", seed), samples, max_tokens)
+    return CalibrationSet(windows, {"dataset": "built-in documentation", "seed": seed})
 
 
 def load_processor(model: PreTrainedModel) -> Any:
@@ -81,25 +83,7 @@ def scene_batches(processor: Any, samples: int, seed: int) -> list[Batch]:
         )
     scenes = calibration_set(seed, questions_per_type=-(-samples // len(QUESTION_TYPES)))
     chosen = scenes.shuffle(seed=seed).select(range(samples))
-    return [chat_inputs(processor, [row], with_answer=True) for row in chosen]
-
-
-def text_windows(tokenizer: Any, text: str, samples: int, max_tokens: int) -> list[Batch]:
-    """`samples` windows of at most `max_tokens` tokens at even distances in `text`; `input_ids` int64 `[1, S]`.
-
-    Windows overlap when the text is short. Each starts with the tokenizer's BOS token if the tokenizer adds one.
-    """
-    start = tokenizer("")["input_ids"]
-    start = start if start == [tokenizer.bos_token_id] and max_tokens > 1 else []
-    length = max_tokens - len(start)
-    # verbose=False: the text is longer than the model's context on purpose, and is cut below
-    tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    if not tokens:
-        raise ValueError(f"The calibration text has no tokens under {type(tokenizer).__name__}")
-    last = max(len(tokens) - length, 0)
-    begins = [round(last * i / max(samples - 1, 1)) for i in range(samples)]
-    windows = [torch.tensor([start + tokens[begin : begin + length]]) for begin in begins]
-    return [{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in windows]
+    return [chat_sequence(processor, conversation(row, with_answer=True)) for row in chosen]
 
 
 def validate_batches(batches: Any, model: PreTrainedModel, *, description: str = "Calibrating") -> Iterator[Batch]:

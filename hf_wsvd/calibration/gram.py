@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
+from .batches import recorded_source
 from .chat import place
 from .data import calibration_info, validate_batches
 
@@ -22,7 +23,7 @@ class Statistics:
 
     Attributes:
         gram: decoder layer to `E[x x^T]` of its projections' input, `[hidden_size, hidden_size]` fp64, on the CPU.
-        info: `samples`, `tokens` and `sha256` of the data.
+        info: `samples`, `tokens` and `sha256` of the data, and what is known of their source.
     """
 
     gram: dict[int, Tensor] = field(default_factory=dict)
@@ -55,7 +56,8 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
     def run() -> Iterator[dict[str, Tensor]]:
         for batch in validate_batches(batches, model):
             current["mask"] = batch.get("attention_mask")
-            model(**place(batch, model), use_cache=False)
+            inputs = {name: value for name, value in batch.items() if name != "labels"}  # no loss is needed here
+            model(**place(inputs, model), use_cache=False)
             yield batch
 
     with ExitStack() as stack:
@@ -63,7 +65,7 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
         for attention in attentions:
             handle = attention.module.k_proj.register_forward_pre_hook(_accumulate(attention, sums, current))
             stack.callback(handle.remove)
-        info = calibration_info(run())
+        info = {**calibration_info(run()), **recorded_source(batches)}
     if info["tokens"] == 0:
         raise ValueError("calibration data attend to no token: every attention_mask is zero")
     gram = {layer: total / info["tokens"] for layer, total in sums.items()}

@@ -25,7 +25,17 @@ from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
 from ..quantizer_config import WSVDConfig
-from .calibration_file import file_batches, read_calibration_file
+from .dataset_options import (
+    Dataset,
+    DatasetName,
+    MaxTokens,
+    PresetName,
+    Samples,
+    Seed,
+    Split,
+    Streaming,
+    dataset_batches,
+)
 
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -37,12 +47,14 @@ def compress(
     rank_ratio: Annotated[float, typer.Option(help="Latent width as a fraction of the head dimension.")] = 0.5,
     k_rank: Annotated[int | None, typer.Option(help="Rank of every K head, in place of the ratio.")] = None,
     v_rank: Annotated[int | None, typer.Option(help="Rank of every V head, in place of the ratio.")] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="A .txt, or a .jsonl with text or messages a row. Default: a built-in set.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Calibration sequences.")] = 64,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a calibration text sequence, at most.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the built-in calibration set.")] = 0,
+    dataset: Dataset = None,
+    dataset_name: DatasetName = None,
+    split: Split = None,
+    preset: PresetName = None,
+    streaming: Streaming = False,
+    samples: Samples = 64,
+    max_tokens: MaxTokens = None,
+    seed: Seed = 0,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto keeps the checkpoint's.")] = "auto",
     device: Annotated[str, typer.Option(help="Device to calibrate on (cpu, cuda:0), or auto to spread.")] = "cpu",
     gguf_file: Annotated[str | None, typer.Option(help="A GGUF file in the model's folder or repository.")] = None,
@@ -58,12 +70,23 @@ def compress(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     check_device(device)
     config = WSVDConfig(rank_ratio=rank_ratio, k_rank=k_rank, v_rank=v_rank)
-    data = read_calibration_file(calibration) if calibration else None
-    dense, processor = load(model, dtype, device, gguf_file)
-    if data is None:
-        batches = default_calibration(dense, processor, samples=samples, max_tokens=max_tokens, seed=seed)
-    else:
-        batches = file_batches(data, processor, samples, max_tokens)
+    source, auto_class = find_model(model, gguf_file)
+    processor = load_processor(model, source, auto_class)
+    batches = dataset_batches(  # before the weights: data that do not fit fail early
+        processor,
+        dataset=dataset,
+        dataset_name=dataset_name,
+        split=split,
+        preset=preset,
+        streaming=streaming,
+        samples=samples,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    dense = load_dense(model, source, auto_class, dtype, device)
+    if batches is None:
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        batches = default_calibration(dense, processor, samples=samples, seed=seed, **limit)
     compressed = compress_model(dense, config, calibration=batches)
     with replaced_folder(output_dir) as partial:
         compressed.save_pretrained(partial)
@@ -83,8 +106,8 @@ def check_device(device: str) -> None:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
 
 
-def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[PreTrainedModel, Any]:
-    """The dense model, in evaluation mode, and its processor (image models) or tokenizer.
+def find_model(model: str, gguf_file: str | None) -> tuple[dict[str, Any], Any]:
+    """The arguments that every part of a dense model is loaded with, and its auto class.
 
     Code that comes with a repository is never run.
 
@@ -96,13 +119,21 @@ def load(model: str, dtype: str, device: str, gguf_file: str | None) -> tuple[Pr
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method is not None:
         raise ValueError(f"{model} is quantized already ({method}); compress the dense model it was made from")
-    auto_class = auto_class_of(config)
+    return source, auto_class_of(config)
+
+
+def load_processor(model: str, source: dict[str, Any], auto_class: Any) -> Any:
+    """The processor of an image model, the tokenizer of a text model."""
+    images = auto_class.__name__ == "AutoModelForImageTextToText"
+    return (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **source)
+
+
+def load_dense(model: str, source: dict[str, Any], auto_class: Any, dtype: str, device: str) -> PreTrainedModel:
+    """The dense model, in evaluation mode."""
     device_map = {} if device == "cpu" else {"device_map": device}
     # Unpacked into plain weights: packed ones would be a quantized model, which cannot be compressed again.
-    unpacked = {"quantization_config": GgufConfig(dequantize=True)} if gguf_file else {}
-    dense = auto_class.from_pretrained(model, dtype=dtype, **device_map, **source, **unpacked).eval()
-    images = auto_class.__name__ == "AutoModelForImageTextToText"
-    return dense, (AutoProcessor if images else AutoTokenizer).from_pretrained(model, **source)
+    unpacked = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in source else {}
+    return auto_class.from_pretrained(model, dtype=dtype, **device_map, **source, **unpacked).eval()
 
 
 def auto_class_of(config: PretrainedConfig) -> Any:
