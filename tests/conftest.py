@@ -17,7 +17,6 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Read when datasets is imported: what tests load does not pile up in the user's cache.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
-atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import pytest
 import tiny_models
@@ -32,6 +31,7 @@ from hf_wsvd.calibration import Statistics
 Factory = Callable[..., PreTrainedModel]
 
 logging.disable_progress_bar()
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)
