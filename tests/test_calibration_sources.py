@@ -213,9 +213,8 @@ def test_images_of_messages_come_in_many_forms(form, tmp_path, monkeypatch):
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Red"}]}
     row |= {"images": [picture()]} if form == "column" else {}
     (batch,) = load_calibration([row], tiny_processor(), samples=1)
-    (wanted,) = load_calibration(
-        [{"question": "What?", "answer": "Red", "image": picture()}], tiny_processor(), samples=1
-    )
+    question = {"question": "What?", "answer": "Red", "image": picture()}
+    (wanted,) = load_calibration([question], tiny_processor(), samples=1)
     assert {name: value.tolist() for name, value in batch.items()} == {n: v.tolist() for n, v in wanted.items()}
 
 
@@ -250,8 +249,8 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(warnings):
     batches = load_calibration(rows, chat_tokenizer(), samples=10, max_tokens=60)
     assert [batch["input_ids"].shape[1] for batch in batches] == [10 + len("user: \nassistant: b") + 1] * 5
     assert "5 of the 10 sequences that were asked for; rows left out: 5 longer than max_tokens=60" in warnings[0]
-    assert len(load_calibration([{"text": " "}, {"text": "a"}], byte_tokenizer(), samples=1)) == 1
-    with pytest.raises(ValueError, match="no row of .* can be used; rows left out: 10 longer than max_tokens=5"):
+    assert len(load_calibration([{"text": " "}, {"text": None}, {"text": "a"}], byte_tokenizer(), samples=1)) == 1
+    with pytest.raises(ValueError, match=r"no row of .* can be used; rows left out: 10 longer than max_tokens=5"):
         load_calibration(rows, chat_tokenizer(), samples=10, max_tokens=5)
 
 
@@ -301,12 +300,12 @@ print(len(hf_wsvd.load_calibration([{"text": "abc"}], byte_tokenizer(), samples=
         ([], {}, "holds no row"),
         (["a text"], {}, "must be mappings, got str"),
         (7, {}, "source must be a Hub id.* got int"),
-        ([{"text": "a"}, {"text": None}], {}, "row 1: text must be a string, got NoneType"),
+        ([{"text": "a"}, {"text": ["b"]}], {}, "row 1: text must be a string, got list"),
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, r"row 0: messages\[0\] needs role.*found from, value"),
         ([{"messages": []}], {}, "messages must be a list .* not empty"),
         ([{**SCIENCE, "answer": 2}], {}, "row 0: answer must be the index of one of 2 choices, got 2"),
         ([{**SCIENCE, "choices": []}], {}, "row 0: choices must be a list"),
-        ([{"image": picture(), "question": "a", "answer": "b"}], {}, "has an image, and PreTrained.* takes none"),
+        ([{"image": picture(), "question": "a", "answer": "b"}], {}, "has an image, and .* takes none"),
     ],
 )
 def test_data_that_do_not_fit_are_refused(source, options, message):
@@ -362,7 +361,7 @@ def test_a_broken_image_is_named_by_its_row(tmp_path, streaming):
 
 
 def test_a_processor_must_have_what_the_rows_need():
-    with pytest.raises(ValueError, match=r"preset 'question' needs a chat template, and PreTrained.* has none"):
+    with pytest.raises(ValueError, match=r"preset 'question' needs a chat template, and .* has none"):
         load_calibration([{"question": "a", "answer": "b"}], byte_tokenizer())
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"

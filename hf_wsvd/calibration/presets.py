@@ -93,7 +93,7 @@ def check_preset(preset: str | None) -> None:
 
 
 def _text(row: Row, reading: Reading) -> str:
-    text = _string(row, "text")
+    text = "" if row["text"] is None else _string(row, "text")
     if not text.strip():
         raise Unused("without text")
     return text
