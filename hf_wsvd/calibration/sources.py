@@ -93,13 +93,16 @@ def plain_text(source: Any) -> tuple[str, Path] | None:
     path = local_path(source)
     if path is None:
         return None
-    files = [path]
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-    if not files or any(file.suffix.lower() != TEXT_SUFFIX for file in files):
+    files = []
+    for file in path.rglob("*") if path.is_dir() else [path]:
+        if file.is_file() and not file.name.startswith("."):
+            if file.suffix.lower() != TEXT_SUFFIX:
+                return None
+            files.append(file)
+    if not files:
         return None
     try:
-        return "\n\n".join(file.read_text(encoding="utf-8") for file in files), path
+        return "\n\n".join(file.read_text(encoding="utf-8") for file in sorted(files)), path
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is no UTF-8 text: {error}") from error
 
