@@ -322,6 +322,7 @@ def test_data_that_do_not_fit_are_refused(source, options, message):
         ([{"type": "image"}], [picture()] * 2, "2 images in the row, 1 placeholders"),
         ([{"type": "image", "path": "none.png"}], None, "no image file 'none.png'"),
         ([{"type": "image", "image": 3}], None, "must be a picture"),
+        ([{"type": "image", "image": encoded(picture())[:60]}], None, "the image cannot be read"),
         ([{"type": "video", "path": "a.mp4"}], None, "must have type text.*or type image"),
         (7, None, "string or a list of parts, got int"),
     ],

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from transformers.image_utils import load_image
 
 
@@ -24,23 +24,25 @@ def to_image(value: Any, folder: Path | None) -> Image.Image:
     """
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, Image.Image):
-        return load_image(value)
-    if isinstance(value, bytes):
-        return load_image(_opened(io.BytesIO(value), f"{len(value)} bytes"))
-    if not isinstance(value, str):
+    name = "the image"
+    if isinstance(value, str):
+        name = f"the image {value[:100]!r}"
+        if not value.startswith(("http://", "https://", "data:image/")):
+            value = _local_file(value, folder)
+    elif not isinstance(value, Image.Image | bytes):
         raise ValueError(f"an image must be a picture, bytes, a path or an address, got {type(value).__name__}")
-    if value.startswith(("http://", "https://", "data:image/")):
-        return load_image(value, timeout=TIMEOUT)
-    if folder is None:
-        raise ValueError(f"the image path {value!r} leads nowhere: the data do not come from this machine")
-    if not (folder / value).is_file():
-        raise ValueError(f"there is no image file {value!r}")
-    return load_image(_opened(folder / value, repr(value)))
-
-
-def _opened(source: Any, name: str) -> Image.Image:
     try:
-        return Image.open(source)
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{name} is no image that Pillow can read") from error
+        if isinstance(value, bytes | Path):
+            value = Image.open(io.BytesIO(value) if isinstance(value, bytes) else value)
+        return load_image(value, timeout=TIMEOUT)
+    except Exception as error:  # of Pillow, for broken or oversized images, or of the download
+        raise ValueError(f"{name} cannot be read: {error}") from error
+
+
+def _local_file(path: str, folder: Path | None) -> Path:
+    """The file at `path`, seen from `folder`."""
+    if folder is None:
+        raise ValueError(f"the image path {path!r} leads nowhere: the data do not come from this machine")
+    if not (folder / path).is_file():
+        raise ValueError(f"there is no image file {path!r}")
+    return folder / path

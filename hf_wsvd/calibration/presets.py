@@ -4,6 +4,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _scienceqa(row: Row, reading: Reading) -> Messages:
     letters = string.ascii_uppercase
     if not isinstance(choices, list | tuple) or not 1 <= len(choices) <= len(letters):
         raise ValueError(f"choices must be a list of 1 to {len(letters)}, got {choices!r}")
-    if not isinstance(answer, int) or not 0 <= answer < len(choices):
+    if not isinstance(answer, Integral) or not 0 <= answer < len(choices):
         raise ValueError(f"answer must be the index of one of {len(choices)} choices, got {answer!r}")
     hint = row.get("hint")
     lines = [f"Context: {hint}"] if hint else []
