@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
 from .chat import place
 from .data import calibration_info, validate_batches
+from .samples import keep_samples
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Statistics:
     Attributes:
         gram: decoder layer to `E[x x^T]` of its projections' input, `[hidden_size, hidden_size]` fp64, on the CPU.
         info: `samples`, `tokens` and `sha256` of the data.
+        samples: a few small model inputs out of the data, on the CPU, for the checkpoint's self-check.
     """
 
     gram: dict[int, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -51,11 +54,13 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
         )
     sums = {a.layer: torch.zeros((), dtype=torch.float64) for a in attentions}
     current: dict[str, Any] = {}
+    samples: list[dict[str, Tensor]] = []
 
     def run() -> Iterator[dict[str, Tensor]]:
         for batch in validate_batches(batches, model):
             current["mask"] = batch.get("attention_mask")
             model(**place(batch, model), use_cache=False)
+            keep_samples(samples, batch, model.dtype)
             yield batch
 
     with ExitStack() as stack:
@@ -73,7 +78,7 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
                 f"the inputs of {attention.side_name('k')} are not finite (NaN or infinity) on the calibration data; "
                 "check the data, or load the model in bfloat16 or float32"
             )
-    return Statistics(gram, info)
+    return Statistics(gram, info, samples)
 
 
 def _accumulate(attention: DecoderAttention, sums: dict[int, Tensor], current: dict[str, Any]):
