@@ -79,7 +79,7 @@ class Sample:
     def decoded(self) -> Tensor:
         """bool `[N]`: which of the compared positions were decoded."""
         compared = self.compared()
-        column = torch.arange(self.length - compared.shape[1], self.length)
+        column = torch.arange(self.length - compared.shape[1], self.length, device=compared.device)
         return (column >= self.split).expand_as(compared)[compared]
 
 
@@ -120,7 +120,7 @@ def compared_positions(inputs: dict[str, Tensor]) -> Tensor:
     """See `Sample.compared`."""
     tokens = token_column(inputs)
     mask = inputs.get("attention_mask")
-    mask = torch.ones(tokens.shape[:2]) if mask is None else mask
+    mask = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
     return mask[:, -COMPARED:] != 0
 
 
@@ -197,9 +197,9 @@ def distances(check: SelfCheck, answers: list[tuple[Tensor, Tensor]]) -> dict[st
 
 
 def divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of each row, fp64 `[N]`; 0 log 0 = 0."""
+    """KL(p || q) of each row, fp64 `[N]`; 0 log 0 = 0, and rounding makes nothing negative."""
     log_p, log_q = log_p.double(), log_q.double()
-    return torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
+    return torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0)
 
 
 def split_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
@@ -212,10 +212,10 @@ def split_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
     if "input_ids" in inputs:
         names = [f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index")]
         held = [getattr(model.config, name, None) for name in names]
-        marks = torch.tensor([number for number in held if isinstance(number, int)], dtype=torch.int64)
-        columns = torch.isin(inputs["input_ids"], marks).any(0).nonzero()
-        if any(not runs_along_tokens(name) for name in inputs) and len(columns):
-            split = max(split, int(columns[-1]) + 1)
+        marks = [number for number in held if isinstance(number, int)]
+        columns = [column for column, ids in enumerate(inputs["input_ids"].T.tolist()) if set(ids) & set(marks)]
+        if columns and not all(runs_along_tokens(name) for name in inputs):
+            split = max(split, columns[-1] + 1)
     if split >= length:
         raise ValueError("no token follows the images")
     return split
@@ -235,7 +235,7 @@ def run(
         token `[N]`; all on the CPU.
 
     Raises:
-        ValueError: the model does not give logits for every token.
+        ValueError: the model does not give logits for every token, or `top` does not fit its vocabulary.
     """
     compared = compared_positions(inputs)
     length = token_column(inputs).shape[1]
@@ -256,6 +256,8 @@ def run(
     log_p = logits.log_softmax(-1)
     if top is None:
         top = log_p.topk(min(TOP, log_p.shape[-1])).indices
+    if int(top.max()) >= log_p.shape[-1]:
+        raise ValueError(f"token {int(top.max())} is outside the vocabulary of {log_p.shape[-1]}")
     top = top.to(log_p.device, torch.int64)
     kept = log_p.gather(1, top)
     # From the others themselves: one minus the sum of the kept would be rounding error where they hold nearly all.

@@ -58,7 +58,7 @@ def _tokens_of_row(columns: Mapping[str, Tensor], row: int) -> dict[str, Tensor]
     if mask is not None:
         kept = mask[row].nonzero()[:MAX_TOKENS, 0]
     else:
-        kept = torch.arange(min(first.shape[1], MAX_TOKENS))
+        kept = torch.arange(min(first.shape[1], MAX_TOKENS), device=first.device)
     sample = {}
     for name, value in columns.items():
         if name == "inputs_embeds":
