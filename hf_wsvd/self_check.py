@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from .calibration.chat import place
-from .calibration.samples import runs_along_tokens
+from .calibration.samples import MAX_POSITIONS, runs_along_tokens
 from .compat import CACHE_ARGUMENT
 from .decoder import evaluation_mode
 from .probe import probe_tokens
@@ -27,8 +27,7 @@ from .version import __version__
 
 logger = logging.get_logger("hf_wsvd")
 
-DECODED, AT_ONCE = 12, 8  # tokens after the prompt, and those of them that go in one step
-COMPARED = 128  # positions of a sample, counted from its end
+DECODED = 12  # tokens after the prompt
 TOP = 64  # tokens whose probability is kept apart; the others share one
 PROBE_LENGTH = 64
 PARTS = ("prefill", "decode")
@@ -121,7 +120,7 @@ def compared_positions(inputs: dict[str, Tensor]) -> Tensor:
     tokens = token_column(inputs)
     mask = inputs.get("attention_mask")
     mask = torch.ones(tokens.shape[:2], device=tokens.device) if mask is None else mask
-    return mask[:, -COMPARED:] != 0
+    return mask[:, -MAX_POSITIONS:] != 0
 
 
 def dense_answers(model: PreTrainedModel, samples: list[dict[str, Tensor]]) -> SelfCheck | None:
@@ -266,11 +265,11 @@ def run(
 
 
 def steps(split: int, length: int) -> Iterator[tuple[int, int]]:
-    """(begin, end) of every forward: the prompt, several tokens, one at a time."""
+    """(begin, end) of every forward: the prompt, half of the other tokens at once, the rest one at a time."""
     yield 0, split
-    several = min(AT_ONCE, (length - split + 1) // 2)
-    yield split, split + several
-    for begin in range(split + several, length):
+    half = (split + length + 1) // 2
+    yield split, half
+    for begin in range(half, length):
         yield begin, begin + 1
 
 

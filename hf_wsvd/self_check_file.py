@@ -31,7 +31,10 @@ ANSWERS = ("top", "dense", "compressed")
 INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Arguments of a forward that say what to compute instead of what on.
 NOT_INPUTS = ("labels", "cache", "past_key_values", "use_cache", "return_dict")
-INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.bool)
+INPUT_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 def save_self_check(model: PreTrainedModel, folder: Path) -> None:
@@ -40,11 +43,15 @@ def save_self_check(model: PreTrainedModel, folder: Path) -> None:
     if check is None:
         path.unlink(missing_ok=True)
     elif folder.is_dir():
-        write_self_check(check, path)
+        try:
+            write_self_check(check, path)
+        except ValueError as error:
+            path.unlink(missing_ok=True)
+            logger.warning(f"hf_wsvd: the checkpoint is saved without its self-check: {error}")
 
 
 def write_self_check(check: SelfCheck, path: Path) -> None:
-    """Write a self-check as one safetensors file."""
+    """Write a self-check as one safetensors file. ValueError if `read_self_check` would refuse it."""
     tensors: dict[str, Tensor] = {}
     for number, sample in enumerate(check.samples):
         tensors |= {f"{number}.inputs.{name}": value for name, value in sample.inputs.items()}
@@ -59,6 +66,7 @@ def write_self_check(check: SelfCheck, path: Path) -> None:
     }
     # Copies: safetensors refuses tensors that share memory, as the columns of one sample may.
     copies = {name: value.contiguous().clone() for name, value in tensors.items()}
+    _checked(json.loads(json.dumps(header)), dict(copies))
     save_file(copies, path, metadata={"format": "pt", KEY: json.dumps(header)})
 
 

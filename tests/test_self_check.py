@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from transformers.utils import logging
 
 import hf_wsvd
 from hf_wsvd import renew_self_check, verify
-from hf_wsvd.calibration.samples import MAX_BYTES, MAX_SAMPLES, MAX_TOKENS, keep_samples
+from hf_wsvd.calibration.samples import ANSWER_BYTES, MAX_BYTES, MAX_SAMPLES, MAX_TOKENS, keep_samples
 from hf_wsvd.cli.app import run
-from hf_wsvd.self_check import TOP, self_check_of, steps
+from hf_wsvd.self_check import TOP, self_check_of, set_self_check, steps
 from hf_wsvd.self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, read_self_check
 
 
@@ -191,7 +192,7 @@ def test_images_are_kept_whole_as_far_as_they_fit():
         return {"input_ids": ids, "pixel_values": torch.rand(rows, 3, side, side, dtype=torch.float64)}
 
     samples: list = []
-    side = int((MAX_BYTES / 3 / 2) ** 0.5)  # fits in half precision
+    side = int(((MAX_BYTES - 9 * ANSWER_BYTES) / 3 / 2) ** 0.5)  # fits in half precision
     for rows, size in ((1, 2 * side), (2, side - 16), (2, 8), (1, side), (1, 8)):
         keep_samples(samples, batch(rows, size), torch.bfloat16)
     assert [tuple(sample["pixel_values"].shape) for sample in samples] == [
@@ -256,6 +257,25 @@ def test_a_checkpoint_saved_again_keeps_its_self_check(saved, tmp_path, compress
     copied = copy.deepcopy(again)
     assert self_check_of(copied) is self_check_of(again)
     assert (saved / SELF_CHECK_FILE).stat().st_size < 200_000
+
+
+def test_the_size_is_bounded_whatever_the_batch(dense, tmp_path):
+    batch = prompt("llava", batch=64, tokens=140)
+    batch["image_sizes"] = torch.ones(3, 2, dtype=torch.int64)  # what belongs to which row is not known
+    samples: list = []
+    keep_samples(samples, batch, torch.float32)
+    assert samples == []
+    assert ANSWER_BYTES > TOP * 3 * 4, "tokens and both models' log-probabilities"
+
+
+def test_what_could_not_be_read_is_not_written(compressed, caplog, tmp_path):
+    model = copy.deepcopy(compressed("llama"))
+    check = self_check_of(model)
+    odd = replace(check.samples[0], inputs=check.samples[0].inputs | {"Odd name": torch.ones(1)})
+    set_self_check(model, replace(check, samples=[odd]))
+    _, warnings = warnings_of(caplog, lambda: model.save_pretrained(tmp_path))
+    assert ["saved without its self-check" in warning for warning in warnings] == [True]
+    assert not (tmp_path / SELF_CHECK_FILE).exists()
 
 
 def test_the_card_states_it(saved):

@@ -24,8 +24,8 @@ class Statistics:
     Attributes:
         gram: decoder layer to `E[x x^T]` of its projections' input, `[hidden_size, hidden_size]` fp64, on the CPU.
         info: `samples`, `tokens` and `sha256` of the data.
-        samples: a few small model inputs out of the data, on the CPU. The checkpoint's self-check stores them; empty the
-            list to keep private data out.
+        samples: a few small model inputs out of the data, on the CPU. The checkpoint's self-check stores them; empty
+            the list to keep private data out.
     """
 
     gram: dict[int, Tensor] = field(default_factory=dict)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 MAX_SAMPLES = 4
 MAX_TOKENS = 128  # of a sample without images; one with images stays whole
-MAX_BYTES = 4 * 2**20  # of all samples together
+MAX_POSITIONS = 128  # of a row, counted from its end, whose answers are stored
+MAX_BYTES = 4 * 2**20  # of all samples together, with their answers
+ANSWER_BYTES = 800  # of one position
 
 TOKEN_COLUMNS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
 
@@ -39,16 +41,16 @@ def keep_samples(samples: list[dict[str, Tensor]], batch: Mapping[str, Tensor], 
         candidates = iter([{name: value[:1] for name, value in columns.items()}])
     else:
         candidates = iter([columns])
-    held = sum(value.nbytes for sample in samples for value in sample.values())
+    held = sum(_stored_bytes(sample, dtype) for sample in samples)
     while len(samples) < MAX_SAMPLES and (candidate := next(candidates, None)) is not None:
         if candidate.get("input_ids", candidate.get("inputs_embeds")).shape[1] < 2:
             continue
-        sizes = [value.numel() * (dtype.itemsize if value.is_floating_point() else 8) for value in candidate.values()]
-        if held + sum(sizes) > MAX_BYTES:
+        size = _stored_bytes(candidate, dtype)
+        if held + size > MAX_BYTES:
             continue
         # A copy: a view would keep the whole batch in memory.
         samples.append({name: _copy(value, dtype) for name, value in candidate.items()})
-        held += sum(sizes)
+        held += size
 
 
 def _tokens_of_row(columns: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
@@ -66,6 +68,13 @@ def _tokens_of_row(columns: Mapping[str, Tensor], row: int) -> dict[str, Tensor]
         elif value.ndim >= 2:
             sample[name] = value[..., row : row + 1, kept.to(value.device)]
     return sample
+
+
+def _stored_bytes(sample: Mapping[str, Tensor], dtype: torch.dtype) -> int:
+    """Bytes of a sample in a self-check file, floating inputs in `dtype`."""
+    rows, tokens = sample.get("input_ids", sample.get("inputs_embeds")).shape[:2]
+    sizes = [v.numel() * (dtype if v.is_floating_point() else v.dtype).itemsize for v in sample.values()]
+    return sum(sizes) + ANSWER_BYTES * rows * min(tokens, MAX_POSITIONS)
 
 
 def _copy(value: Tensor, dtype: torch.dtype) -> Tensor:
