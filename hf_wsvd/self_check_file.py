@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .cached_run import TOP
 from .calibration.samples import MAX_SAMPLES, runs_along_tokens
-from .self_check import PARTS, TOP, Distance, Sample, SelfCheck, self_check_of, set_self_check
+from .self_check import PARTS, Distance, Sample, SelfCheck, self_check_of, set_self_check
 
 
 logger = logging.get_logger("hf_wsvd")

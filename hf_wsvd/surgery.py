@@ -108,6 +108,7 @@ def fit_latents(
         for layer in layers_that_need_keys(model, latent) if latent else ():
             layouts[layer] = None
         bind_all(model, chosen, layouts)
+        attach_self_check(model, dense)
     except BaseException:
         unbind_all(model)
         model.get_decoder().set_attn_implementation(implementation)
@@ -115,7 +116,6 @@ def fit_latents(
             setattr(module, name, linear)
         raise
     record(config, chosen, layouts, shape, statistics.info)
-    attach_self_check(model, dense)
 
 
 def factor_layer(

@@ -20,9 +20,10 @@ from transformers.utils import logging
 
 import hf_wsvd
 from hf_wsvd import renew_self_check, verify
+from hf_wsvd.cached_run import TOP, steps
 from hf_wsvd.calibration.samples import ANSWER_BYTES, MAX_BYTES, MAX_SAMPLES, MAX_TOKENS, keep_samples
 from hf_wsvd.cli.app import run
-from hf_wsvd.self_check import TOP, self_check_of, set_self_check, steps
+from hf_wsvd.self_check import self_check_of, set_self_check
 from hf_wsvd.self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, read_self_check
 
 
@@ -83,7 +84,7 @@ def test_a_loaded_model_passes_and_a_wrong_key_layout_does_not(family, compresse
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "qwen2_vl"])
-def test_half_precision_passes_wherever_it_is_used(family, dtype, compressed, dense, saved, tmp_path):
+def test_half_precision_passes_wherever_it_is_used(family, dtype, compressed, dense, tmp_path):
     compressed(family).save_pretrained(tmp_path / "full")
     result = verify(auto_class(family).from_pretrained(tmp_path / "full", dtype=dtype))
     assert result.passed, result.problems
@@ -103,7 +104,7 @@ def test_offloaded_layers_pass(saved, tmp_path):
     assert verify(model).passed
 
 
-def test_nothing_is_disturbed(compressed, dense):
+def test_nothing_is_disturbed(compressed):
     model = copy.deepcopy(compressed("qwen2_vl")).train()
     model.model.visual.eval()
     model(**prompt("qwen2_vl"))
@@ -245,7 +246,7 @@ def test_the_recorded_kl_bounds_that_of_all_tokens_from_below(compressed, dense)
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_saved_again_keeps_its_self_check(saved, tmp_path, compressed):
+def test_a_checkpoint_saved_again_keeps_its_self_check(saved, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(saved)
     again.save_pretrained(tmp_path / "again")
     AutoModel.from_pretrained(saved).save_pretrained(tmp_path / "base")
@@ -259,7 +260,7 @@ def test_a_checkpoint_saved_again_keeps_its_self_check(saved, tmp_path, compress
     assert (saved / SELF_CHECK_FILE).stat().st_size < 200_000
 
 
-def test_the_size_is_bounded_whatever_the_batch(dense, tmp_path):
+def test_the_size_is_bounded_whatever_the_batch():
     batch = prompt("llava", batch=64, tokens=140)
     batch["image_sizes"] = torch.ones(3, 2, dtype=torch.int64)  # what belongs to which row is not known
     samples: list = []
