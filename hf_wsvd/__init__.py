@@ -11,6 +11,7 @@ from .hub import model_card, push_to_hub
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import WSVDConfig
 from .register import register_quantization
+from .verification import renew_self_check, verify
 from .version import __version__
 
 
@@ -29,4 +30,6 @@ __all__ = [
     "load_calibration",
     "model_card",
     "push_to_hub",
+    "renew_self_check",
+    "verify",
 ]

@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from .attention import bound_layers
 from .decoder import decoder_attentions
+from .self_check import self_check_of
 from .version import __version__
 
 
@@ -152,6 +153,7 @@ def model_card(
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
         v_ranks=describe_ranks(_cached_ranks(config.v_rank, config.key_layout)),
         calibration_info=info,
+        self_check=self_check_of(model),
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
 

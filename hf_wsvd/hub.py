@@ -18,6 +18,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
 
 from .card import GENERATED_BLOCK, TAGS, Measurement, check_compressed, measurements, merge_cards, model_card
+from .self_check_file import SELF_CHECK_FILE, save_self_check
 from .version import __version__
 
 
@@ -25,6 +26,7 @@ __all__ = ["Measurement", "install_push_to_hub", "model_card", "push_to_hub", "r
 
 # What `save_pretrained` may call the weights. A repository that holds both one file and shards loads the wrong ones.
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+BELONGS_TO_WEIGHTS = re.compile(rf"{WEIGHT_FILE.pattern}|{re.escape(SELF_CHECK_FILE)}")
 
 
 def push_to_hub(
@@ -98,7 +100,7 @@ def push_to_hub(
 
 
 class CardMixin:
-    """`push_to_hub` and `save_pretrained` of a compressed model: transformers' own, and our card.
+    """`push_to_hub` and `save_pretrained` of a compressed model: transformers' own, and our self-check and card.
 
     With adapters loaded, transformers saves the adapters alone, and they are not what the card describes.
     """
@@ -124,6 +126,7 @@ class CardMixin:
             save(push_to_hub, **options)
         elif not push_to_hub:
             save(**options)
+            save_self_check(self, folder)
             _write_local_card(self, folder)
         else:
             commit = {name: options.pop(name, None) for name in ("commit_message", "commit_description")}
@@ -132,6 +135,7 @@ class CardMixin:
             hub, repo_id = _open_repository(repo_id, private=private, token=options.get("token"))
             before = _times(folder)
             save(**options)
+            save_self_check(self, folder)
             _merged(_remote_card(hub, repo_id), model_card(self, repo_id=repo_id)).save(folder / "README.md")
             changed = {path for path, time in _times(folder).items() if before.get(path) != time}
             _commit(hub, repo_id, folder, changed, **commit)
@@ -229,11 +233,11 @@ def _commit(
     commit_message: str | None,
     **options: Any,
 ) -> CommitInfo:
-    """Commit `paths` of `folder`; weight files that were there before and are not among them go."""
+    """Commit `paths` of `folder`; weights and self-check of before that are not among them go."""
     stale = []
     if any(WEIGHT_FILE.fullmatch(path) for path in paths):  # not so when a variant is saved beside them
         present = hub.list_repo_files(repo_id, revision=revision)
-        stale = [path for path in present if WEIGHT_FILE.fullmatch(path) and path not in paths]
+        stale = [path for path in present if BELONGS_TO_WEIGHTS.fullmatch(path) and path not in paths]
     added = [CommitOperationAdd(path, folder / path) for path in sorted(paths)]
     operations = [*added, *map(CommitOperationDelete, stale)]
     message = commit_message or "Upload model compressed with hf_wsvd"

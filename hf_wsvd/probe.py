@@ -52,10 +52,10 @@ class RecordingCache(DynamicCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-def probe_tokens(model: PreTrainedModel) -> Tensor:
-    """Different token ids, `[1, PROBE_TOKENS]`, where the decoder's embedding is."""
+def probe_tokens(model: PreTrainedModel, count: int = PROBE_TOKENS) -> Tensor:
+    """Different token ids (where the vocabulary holds that many), `[1, count]`, where the decoder's embedding is."""
     embedding = model.get_decoder().get_input_embeddings()
-    return torch.arange(1, PROBE_TOKENS + 1, device=embedding.weight.device)[None] % embedding.num_embeddings
+    return torch.arange(1, count + 1, device=embedding.weight.device)[None] % embedding.num_embeddings
 
 
 @torch.no_grad()

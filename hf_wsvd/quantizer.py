@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
 from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
+from .self_check import set_self_check
+from .self_check_file import load_self_check
 from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all, targets
 from .version import __version__
 
@@ -37,6 +40,7 @@ class WSVDHfQuantizer(HfQuantizer):
         self._targets: list[Target] | None = None
         self._dtypes: dict[str, torch.dtype] | None = None
         self._fitted = False
+        self.checkpoint_folder: str | None = None  # where the weights of a compressed checkpoint were read
 
     def fit(self, model: PreTrainedModel, **data: Any) -> None:
         """Compress a dense model; `data` as in `fit_latents`."""
@@ -54,6 +58,7 @@ class WSVDHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._targets = insert_empty(model, self.quantization_config)
             check_checkpoint(checkpoint_files, self._targets)
+            self.checkpoint_folder = os.path.dirname(checkpoint_files[0]) if checkpoint_files else None
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         elif not self._fitted:
             targets(model, self.quantization_config)  # ranks that do not fit fail before any weight is read
@@ -64,6 +69,7 @@ class WSVDHfQuantizer(HfQuantizer):
             restore_dtypes(model, self._dtypes)
             bind_all(model, self._targets, layouts)
             self._targets = self._dtypes = None
+            load_self_check(model, self.checkpoint_folder)
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
         install_push_to_hub(model)
@@ -72,6 +78,7 @@ class WSVDHfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After save_pretrained, config.dtype is a string and transformers passes it on.
         remove_push_to_hub(model)
+        set_self_check(model, None)
         merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
         return model
 

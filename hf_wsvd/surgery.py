@@ -19,6 +19,7 @@ from .fit import factorise
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import KeyLayout, WSVDConfig, resolve_ranks
+from .self_check import attach_self_check, dense_answers
 from .trial import layers_that_need_keys
 
 
@@ -97,6 +98,7 @@ def fit_latents(
     for target in logging.tqdm(chosen, desc="Factorising", unit="layer"):
         factors += factor_layer(target, statistics, config.damping)
     originals = [(module, name, getattr(module, name)) for module, name, _ in factors]
+    dense = dense_answers(model, statistics.samples)
     try:
         for module, name, projection in factors:
             setattr(module, name, projection)
@@ -106,6 +108,7 @@ def fit_latents(
         for layer in layers_that_need_keys(model, latent) if latent else ():
             layouts[layer] = None
         bind_all(model, chosen, layouts)
+        attach_self_check(model, dense)
     except BaseException:
         unbind_all(model)
         model.get_decoder().set_attn_implementation(implementation)

@@ -4,6 +4,7 @@ They run on their own because `huggingface_hub` reads the endpoint, the cache fo
 because one must not have imported hf_wsvd.
 """
 
+import copy
 import json
 import os
 import sys
@@ -59,7 +60,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def push_and_pull(folder: Path) -> dict:
     """With the token of `me`: every way to push, and the pulls of what was pushed."""
+    from hf_wsvd import verify
     from hf_wsvd.hub import push_to_hub
+    from hf_wsvd.self_check import set_self_check
 
     hub = HfApi()
     build("llama").push_to_hub("me/base")
@@ -88,11 +91,16 @@ def push_and_pull(folder: Path) -> dict:
     quarter.push_to_hub("me/shards")
     pulls["single over sharded"] = ("quarter", pull("me/shards"))
     seen["single"] = hub.list_repo_files("me/shards")
+    unchecked = copy.deepcopy(quarter)
+    set_self_check(unchecked, None)
+    unchecked.push_to_hub("me/shards")
+    seen["unchecked"] = hub.list_repo_files("me/shards")
 
     half.save_pretrained(folder / "saved", push_to_hub=True, repo_id="me/saved")
     pulls["pushed by save_pretrained"] = ("half", pull("me/saved"))
     again = AutoModelForCausalLM.from_pretrained("me/saved")
     again.push_to_hub("me/again")
+    seen["verified"] = verify(AutoModelForCausalLM.from_pretrained("me/again")).passed
     again.dequantize()
     again.push_to_hub("me/dense")
     seen["dequantized"] = (type(again) is LlamaForCausalLM, again.model_tags)

@@ -124,6 +124,17 @@ def test_a_dequantized_model_is_pushed_as_any_other(online, hub):
     assert "quantization_config" not in config
 
 
+def test_the_self_check_travels_with_the_weights(online, hub):
+    """Loading downloads the weights alone; a model from the Hub fetches its self-check when it is asked for."""
+    name = "wsvd_self_check.safetensors"
+    for repo_id in ("me/full", "me/plain", "me/saved", "me/again"):
+        assert name in history(hub, repo_id)[0]["files"]
+    assert online["verified"]
+    assert name not in history(hub, "me/dense")[0]["files"]
+    assert name in online["single"]
+    assert name not in online["unchecked"]
+
+
 def test_weight_files_of_an_earlier_push_are_deleted(online):
     assert "model.safetensors" not in online["sharded"]
     assert "model.safetensors.index.json" in online["sharded"]

@@ -15,6 +15,7 @@ from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
 from .batches import recorded_source
 from .chat import place
 from .data import calibration_info, validate_batches
+from .samples import keep_samples
 
 
 @dataclass
@@ -24,10 +25,13 @@ class Statistics:
     Attributes:
         gram: decoder layer to `E[x x^T]` of its projections' input, `[hidden_size, hidden_size]` fp64, on the CPU.
         info: `samples`, `tokens` and `sha256` of the data, and what is known of their source.
+        samples: a few small model inputs out of the data, on the CPU. The checkpoint's self-check stores them; empty
+            the list to keep private data out.
     """
 
     gram: dict[int, Tensor] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -52,12 +56,14 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
         )
     sums = {a.layer: torch.zeros((), dtype=torch.float64) for a in attentions}
     current: dict[str, Any] = {}
+    samples: list[dict[str, Tensor]] = []
 
     def run() -> Iterator[dict[str, Tensor]]:
         for batch in validate_batches(batches, model):
             current["mask"] = batch.get("attention_mask")
             inputs = {name: value for name, value in batch.items() if name != "labels"}  # no loss is needed here
             model(**place(inputs, model), use_cache=False)
+            keep_samples(samples, batch, model.dtype)
             yield batch
 
     with ExitStack() as stack:
@@ -75,7 +81,7 @@ def collect_statistics(model: PreTrainedModel, batches: Iterable[dict[str, Tenso
                 f"the inputs of {attention.side_name('k')} are not finite (NaN or infinity) on the calibration data; "
                 "check the data, or load the model in bfloat16 or float32"
             )
-    return Statistics(gram, info)
+    return Statistics(gram, info, samples)
 
 
 def _accumulate(attention: DecoderAttention, sums: dict[int, Tensor], current: dict[str, Any]):

@@ -41,7 +41,7 @@ def _options(
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command line and return its exit code: 0; 2 after an error; 130 after Ctrl-C."""
+    """Run one command line; its exit code: 0; 1 where a verification fails; 2 after an error; 130 after Ctrl-C."""
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:

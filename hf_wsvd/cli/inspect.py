@@ -1,4 +1,4 @@
-"""`hf-wsvd inspect`: what a compressed checkpoint is, from its config and file list; no weights are read."""
+"""`hf-wsvd inspect`: what a compressed checkpoint is, and with `--verify` whether it still computes what it did."""
 
 import json
 from pathlib import Path
@@ -9,20 +9,52 @@ from huggingface_hub import HfApi
 from transformers import AutoConfig
 
 from ..evaluate.cache_size import cache_size
+from ..evaluate.tables import text_table
+from ..self_check import PARTS
+from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
+from ..verification import verify as verify_model
+from .compress import DTYPES, auto_class_of, check_device
 
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder or Hub repository of a compressed checkpoint.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Load the model and repeat its self-check; exit code 1 if it differs.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help=f"With --verify: {', '.join(DTYPES)}; auto: the checkpoint's.")] = "auto",
+    device: Annotated[str, typer.Option(help="With --verify: cpu, cuda:0, or auto to spread.")] = "cpu",
 ) -> None:
-    """Print ranks, key layouts, KV cache bytes a token, calibration and files of a compressed checkpoint."""
+    """Print ranks, key layouts, KV cache bytes a token, calibration, self-check and files of a checkpoint."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
+    check_device(device)
     description = describe(model, revision)
+    if verify:
+        description["verification"] = repeat(model, revision, dtype, device, description["self_check"])
     typer.echo(json.dumps(description, indent=2) if as_json else text(description))
+    if verify and not description["verification"]["passed"]:
+        problems = "; ".join(description["verification"]["problems"])
+        typer.echo(f"hf-wsvd: self-check failed: {problems}", err=True)
+        raise typer.Exit(1)
+
+
+def repeat(
+    model: str, revision: str | None, dtype: str, device: str, recorded: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Load the model, run its self-check and return what came out; ValueError if it has none, or a damaged one."""
+    if recorded is None or "error" in recorded:
+        reason = f"it has no self-check ({SELF_CHECK_FILE})" if recorded is None else recorded["error"]
+        raise ValueError(f"{model} cannot be verified: {reason}")
+    source = {"revision": revision, "trust_remote_code": False}
+    auto_class = auto_class_of(AutoConfig.from_pretrained(model, **source))
+    device_map = {} if device == "cpu" else {"device_map": device}
+    return verify_model(auto_class.from_pretrained(model, dtype=dtype, **device_map, **source)).to_dict()
 
 
 def describe(model: str, revision: str | None = None) -> dict[str, Any]:
-    """The facts as JSON: model, architecture, quantization_config, cache, files.
+    """The facts as JSON: model, architecture, quantization_config, cache, self_check, files.
 
     Raises ValueError for a checkpoint that hf_wsvd did not compress, OSError where there is no config.
     """
@@ -33,14 +65,32 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{model}: {error}") from error
     quantization = config.quantization_config
     quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    present = files(model, revision)
     return {
         "model": model,
         "architecture": ", ".join(config.architectures or ["unknown"]),
         "quantization_config": quantization,
         "cache": size.to_dict(),
         "summary": size.summary(),
-        "files": files(model, revision),
+        "self_check": self_check(model, revision, present.get(SELF_CHECK_FILE)),
+        "files": present,
     }
+
+
+def self_check(model: str, revision: str | None, size: int | None) -> dict[str, Any] | None:
+    """What the checkpoint records of itself, None if nothing; {"error": reason} if that cannot be read.
+
+    Args:
+        size: bytes of its file, None where there is none.
+    """
+    if size is None:
+        return None
+    try:
+        if size > MAX_FILE_BYTES:  # not downloaded
+            raise ValueError(f"{SELF_CHECK_FILE} holds {size:,} bytes; a self-check holds at most {MAX_FILE_BYTES:,}")
+        return read_self_check(download_self_check(model, revision)).summary()
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def files(model: str, revision: str | None) -> dict[str, int]:
@@ -70,8 +120,34 @@ def text(description: dict[str, Any]) -> str:
     lines.append(f"  rotary rows, shared by the layers: {cache['rotary_bytes']:,} bytes a token")
     info = quantization.get("calibration_info") or {}
     lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]
+    lines += ["", "self-check", *self_check_lines(description)]
     lines += ["", "files"] + [f"  {size:>14,}  {printable(name)}" for name, size in description["files"].items()]
     return "\n".join(lines)
+
+
+def self_check_lines(description: dict[str, Any]) -> list[str]:
+    """The self-check's numbers, those of a verification beside them."""
+    recorded, now = description["self_check"], description.get("verification")
+    if recorded is None or "error" in recorded:
+        return ["  none" if recorded is None else f"  damaged: {printable(recorded['error'])}"]
+    kind = "of the calibration data" if recorded["source"] == "calibration" else "of arbitrary tokens"
+    made = f"{recorded['dtype']}, transformers {recorded['transformers']}, torch {recorded['torch']}"
+    rows = []
+    for part in PARTS:
+        rows.append([f"{part}, recorded", *distance_cells(recorded[part]), ""])
+        if now is not None:
+            rows.append([f"{part}, now", *distance_cells(now[part]["recomputed"]), f"{now[part]['drift']:.6f}"])
+    table = text_table(["", "KL to dense, nats", "same top token", "positions", "KL to recorded, nats"], rows)
+    lines = [f"  {recorded['samples']} samples {kind}, recorded in {printable(made)}"]
+    lines += [f"  {line}".rstrip() for line in table.splitlines()]
+    if now is not None:
+        lines.append(f"  {'passed' if now['passed'] else 'FAILED'}, by the tolerances of {now['dtype']}")
+    return lines
+
+
+def distance_cells(distance: dict[str, Any]) -> list[str]:
+    """One part of a self-check for a table."""
+    return [f"{distance['kl']:.4f}", f"{distance['agreement']:.1%}", f"{distance['tokens']:,}"]
 
 
 def printable(value: Any) -> str:
