@@ -155,7 +155,7 @@ def _alternation(
     weight: Tensor, fisher: Tensor, down: Tensor, up: Tensor, ridge: float, workspace: int
 ) -> tuple[Tensor, Tensor]:
     """`down` and then `up` of one head, solved for and balanced."""
-    # fp64: fp32 would do, but its products obey global switches (TF32, bfloat16), with which this stops converging.
+    # fp64: fp32 would do, but its products obey global switches (TF32, bfloat16), with which this can stall.
     weight, fisher, down, up = weight.double(), fisher.double(), down.double(), up.double()
     down = down + _least_squares(up, fisher.mT, (weight - up @ down).mT, ridge, workspace).mT
     up = up + _least_squares(down.mT, fisher, weight - up @ down, ridge, workspace)
