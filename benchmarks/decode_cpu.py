@@ -41,7 +41,7 @@ def main() -> None:
     moments = collect_statistics(dense, default_calibration(dense, AutoProcessor.from_pretrained(path), samples=16))
     models = {"dense, DynamicCache": dense}
     for ratio in arguments.ratios:
-        config = WSVDConfig(rank_ratio=ratio)
+        config = WSVDConfig(rank_ratio=ratio, rank_allocation="uniform", refinement="none")
         models[f"WSVD {ratio:g}"] = compress(copy.deepcopy(dense), config, statistics=moments)
     steps: dict[str, list[float]] = {label: [] for label in models}
     for _ in range(arguments.turns):

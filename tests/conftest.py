@@ -54,7 +54,9 @@ def _statistics(family: str) -> Statistics:
 
 @cache
 def _compressed(family: str, rank_ratio: float | None, options: tuple) -> PreTrainedModel:
-    config = hf_wsvd.WSVDConfig(rank_ratio=rank_ratio, **dict(options))
+    # Equal ranks and the closed form alone: known in advance, and quick. Tests of the fit ask for more.
+    options = {"rank_allocation": "uniform", "refinement": "none", **dict(options)}
+    config = hf_wsvd.WSVDConfig(rank_ratio=rank_ratio, **options)
     return hf_wsvd.compress(copy.deepcopy(_dense(family)), config, statistics=_statistics(family))
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import hf_wsvd
+from hf_wsvd.calibration import Statistics
 from hf_wsvd.decoder import decoder_attentions
-from hf_wsvd.fit import factorise
+from hf_wsvd.fit import factorise, fitted
+from hf_wsvd.fit.methods import METHODS, SVD, SVDLLM, WSVD, Method
 
 
 HEADS, HEAD_DIM, INPUTS = 2, 16, 48
@@ -25,6 +27,27 @@ def random_gram(rank: int = INPUTS, spread: float = 2.0) -> Tensor:
     """Second moment of inputs whose energy falls by `10 ** spread` over `rank` directions."""
     directions = torch.linalg.qr(torch.randn(INPUTS, INPUTS, dtype=torch.float64))[0][:, :rank]
     return (directions * torch.logspace(0, -spread, rank, dtype=torch.float64)) @ directions.T
+
+
+KEY = (0, "k")
+
+
+def measured(weight: Tensor, gram: Tensor, gradient: Tensor | None = None) -> Statistics:
+    """Statistics of one projection with this weight and these second moments of inputs and gradients."""
+    heads = weight.double().unflatten(0, (HEADS, -1))
+    gram = gram.double()
+    gradient = torch.eye(HEAD_DIM).expand(HEADS, -1, -1) if gradient is None else gradient
+    return Statistics(
+        gram={0: gram},
+        output={KEY: heads @ gram @ heads.mT},
+        weight={KEY: heads @ heads.mT},
+        gradient={KEY: gradient.double()},
+    )
+
+
+def whitened(weight: Tensor, rank: int, gram: Tensor, damping: float = 1e-4) -> tuple[Tensor, Tensor | None]:
+    """Factors of the method that looks at the inputs alone."""
+    return factorise(weight, rank, SVDLLM(damping).spectrum(KEY, measured(weight, gram)))
 
 
 def error(weight: Tensor, approximation: Tensor, gram: Tensor) -> float:
@@ -52,9 +75,9 @@ def textbook(weight: Tensor, rank: int, gram: Tensor) -> Tensor:
 @pytest.mark.parametrize("rank", [1, 5, 8, 15])
 def test_factors_are_as_good_as_the_textbook_whitened_svd(rank):
     weight, gram = random_weight(), random_gram()
-    found = error(weight, product(*factorise(weight, HEADS, rank, gram, damping=0)), gram)
+    found = error(weight, product(*whitened(weight, rank, gram, damping=0)), gram)
     assert found == pytest.approx(error(weight, textbook(weight, rank, gram), gram), rel=1e-5)
-    plain = error(weight, product(*factorise(weight, HEADS, rank, torch.eye(INPUTS))), gram)
+    plain = error(weight, product(*factorise(weight, rank, SVD().spectrum(KEY, measured(weight, gram)))), gram)
     assert found < 0.95 * plain
 
 
@@ -62,13 +85,13 @@ def test_factors_are_as_good_as_the_textbook_whitened_svd(rank):
 def test_damping_gives_every_input_direction_its_share_of_the_mean_energy(damping):
     weight, gram = random_weight(), random_gram(rank=4)
     damped = gram + damping * gram.diagonal().mean() * torch.eye(INPUTS)
-    found = error(weight, product(*factorise(weight, HEADS, 8, gram, damping)), damped)
+    found = error(weight, product(*whitened(weight, 8, gram, damping)), damped)
     assert found == pytest.approx(error(weight, textbook(weight, 8, damped), damped), rel=1e-5)
 
 
 def test_a_gram_of_zeros_falls_back_to_the_plain_svd():
     weight, identity = random_weight(), torch.eye(INPUTS, dtype=torch.float64)
-    found = error(weight, product(*factorise(weight, HEADS, 8, torch.zeros(INPUTS, INPUTS))), identity)
+    found = error(weight, product(*whitened(weight, 8, torch.zeros(INPUTS, INPUTS))), identity)
     assert found == pytest.approx(error(weight, textbook(weight, 8, identity), identity), rel=1e-5)
 
 
@@ -76,7 +99,7 @@ def test_a_gram_of_zeros_falls_back_to_the_plain_svd():
 @pytest.mark.parametrize("damping", [0, 1e-4])
 def test_directions_no_more_than_the_rank_are_kept(measured, damping):
     weight, gram = random_weight(), random_gram(rank=measured)
-    down, up = factorise(weight, HEADS, 8, gram.float(), damping)  # fp32: eigenvalues of the noise may be negative
+    down, up = whitened(weight, 8, gram.float(), damping)  # fp32: eigenvalues of the noise may be negative
     assert error(weight, product(down, up), gram) < 1e-7 * error(weight, torch.zeros_like(weight), gram)
     assert torch.isfinite(down).all()
 
@@ -85,7 +108,7 @@ def test_directions_no_more_than_the_rank_are_kept(measured, damping):
 def test_the_up_factor_has_orthonormal_columns_and_down_is_its_projection(gram):
     matrix = {"full": random_gram(), "singular": random_gram(2), "zeros": torch.zeros(INPUTS, INPUTS)}[gram]
     weight = random_weight()
-    down, up = factorise(weight, HEADS, 5, matrix)
+    down, up = whitened(weight, 5, matrix)
     assert (down.shape, up.shape) == ((HEADS, 5, INPUTS), (HEADS, HEAD_DIM, 5))
     torch.testing.assert_close(up.mT @ up, torch.eye(5).expand(HEADS, -1, -1), rtol=0, atol=1e-5)
     torch.testing.assert_close(down, up.mT @ weight.view(HEADS, HEAD_DIM, INPUTS), rtol=0, atol=1e-4)
@@ -93,31 +116,117 @@ def test_the_up_factor_has_orthonormal_columns_and_down_is_its_projection(gram):
 
 def test_latent_directions_are_ordered_by_energy():
     gram = random_gram()
-    down, _ = factorise(random_weight(), HEADS, 8, gram)
+    down, _ = whitened(random_weight(), 8, gram)
     energy = torch.einsum("hri,ij,hrj->hr", down.double(), gram, down.double())
     assert (energy.diff(dim=1) <= 0).all()
 
 
 def test_full_rank_is_the_weight_itself():
     weight = random_weight()
-    down, up = factorise(weight.bfloat16(), HEADS, HEAD_DIM, random_gram())
+    down, up = whitened(weight.bfloat16(), HEAD_DIM, random_gram())
     assert up is None
     assert torch.equal(down.flatten(0, 1).bfloat16(), weight.bfloat16())
 
 
 def test_a_weight_of_low_rank_is_reproduced():
     weight = torch.cat([torch.randn(HEAD_DIM, 3) @ torch.randn(3, INPUTS) for _ in range(HEADS)])
-    approximation = product(*factorise(weight, HEADS, 3, random_gram()))
+    approximation = product(*whitened(weight, 3, random_gram()))
     torch.testing.assert_close(approximation.float(), weight, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rank", [8, HEAD_DIM])
 def test_a_weight_that_is_not_finite_is_refused(value, rank):
-    weight = random_weight()
-    weight[3, 5] = value
+    weight, broken = random_weight(), random_weight()
+    broken[3, 5] = value
     with pytest.raises(ValueError, match="NaN or infinity"):
-        factorise(weight, HEADS, rank, random_gram())
+        factorise(broken, rank, SVDLLM().spectrum(KEY, measured(weight, random_gram())))
+
+
+def random_gradient() -> Tensor:
+    """Second moment of gradients by a head's output that mind a few directions far more than the others."""
+    directions = torch.linalg.qr(torch.randn(HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float64))[0]
+    return (directions * torch.logspace(0, -3, HEAD_DIM, dtype=torch.float64)) @ directions.mT
+
+
+def weighted_error(weight: Tensor, approximation: Tensor, gram: Tensor, gradient: Tensor) -> float:
+    """Sum over heads of `tr(A (W - W') S (W - W')^T)`."""
+    difference = (weight.double() - approximation.double()).unflatten(0, (HEADS, -1))
+    return torch.einsum("hab,hai,ij,hbj->", gradient, difference, gram, difference).item()
+
+
+def two_sided_textbook(weight: Tensor, rank: int, gram: Tensor, gradient: Tensor) -> Tensor:
+    """Cut the SVD of `R W_h L` with `A = R^T R` and `S = L L^T`, then undo both factors."""
+    left = torch.linalg.cholesky(gradient).mT
+    right = torch.linalg.cholesky(gram)
+    heads = []
+    for root, head in zip(left, weight.double().split(HEAD_DIM)):
+        u, s, v = torch.linalg.svd(root @ head @ right, full_matrices=False)
+        cut = (u[:, :rank] * s[:rank]) @ v[:rank]
+        cut = torch.linalg.solve_triangular(right, cut, upper=False, left=False)
+        heads.append(torch.linalg.solve_triangular(root, cut, upper=True))
+    return torch.cat(heads)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 8, 15])
+def test_gradients_weigh_the_errors_of_a_heads_output(rank):
+    weight, gram, gradient = random_weight(), random_gram(), random_gradient()
+    parts = WSVD(damping=0, gradient_damping=0).spectrum(KEY, measured(weight, gram, gradient))
+    found = weighted_error(weight, product(*factorise(weight, rank, parts)), gram, gradient)
+    best = weighted_error(weight, two_sided_textbook(weight, rank, gram, gradient), gram, gradient)
+    assert found == pytest.approx(best, rel=1e-4)
+    plain = weighted_error(weight, product(*whitened(weight, rank, gram, damping=0)), gram, gradient)
+    assert found < 0.9 * plain
+
+
+@pytest.mark.parametrize("rank", [0, 1, 7, HEAD_DIM])
+def test_the_tail_of_a_spectrum_is_half_the_weighted_error_of_its_rank(rank):
+    weight, gram, gradient = random_weight(), random_gram(), random_gradient()
+    parts = WSVD(damping=0, gradient_damping=0).spectrum(KEY, measured(weight, gram, gradient))
+    approximation = torch.zeros_like(weight)
+    if rank == HEAD_DIM:
+        approximation = weight
+    elif rank:
+        approximation = product(*factorise(weight, rank, parts))
+    expected = weighted_error(weight, approximation, gram, gradient) / 2
+    scale = weighted_error(weight, torch.zeros_like(weight), gram, gradient)
+    assert parts.tails()[rank].item() == pytest.approx(expected, rel=1e-4, abs=1e-9 * scale)
+
+
+def test_gradients_that_play_no_part_leave_the_whitened_factors():
+    weight, gram = random_weight(), random_gram()
+    parts = WSVD(gradient_damping=1.0).spectrum(KEY, measured(weight, gram, random_gradient()))
+    torch.testing.assert_close(product(*factorise(weight, 5, parts)), product(*whitened(weight, 5, gram)))
+
+
+@pytest.mark.parametrize("measured_directions", [0, 1, 3])
+def test_gradients_that_miss_directions_still_give_factors(measured_directions):
+    weight, gram, gradient = random_weight(), random_gram(), random_gradient()
+    values = torch.zeros(HEAD_DIM, dtype=torch.float64)
+    values[:measured_directions] = 1.0
+    gradient = gradient @ torch.diag(values) @ gradient.mT
+    down, up = factorise(weight, 5, WSVD(gradient_damping=0).spectrum(KEY, measured(weight, gram, gradient)))
+    assert torch.isfinite(down).all()
+    torch.testing.assert_close(up.mT @ up, torch.eye(5).expand(HEADS, -1, -1), rtol=0, atol=1e-5)
+
+
+def test_asvd_scales_input_channels_by_their_size():
+    """Scaling by the square root of the root mean square is whitening with the square root of the gram's diagonal."""
+    weight, gram = random_weight(), random_gram()
+    found = factorise(weight, 5, METHODS["asvd"]().spectrum(KEY, measured(weight, gram), weight))
+    expected = whitened(weight, 5, torch.diag(gram.diagonal().sqrt()), damping=0)
+    torch.testing.assert_close(product(*found), product(*expected))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_is_a_choice_of_the_config_and_compresses_a_model(name, dense, statistics):
+    config = hf_wsvd.WSVDConfig(method=name)
+    assert config.rank_allocation == ("gradient" if METHODS[name].uses_gradients else "uniform")
+    assert issubclass(METHODS[name], Method)
+    with fitted(dense("llama"), hf_wsvd.WSVDConfig(method=name, refinement="none"), statistics("llama")) as fit:
+        assert sum(fit.k_rank + fit.v_rank) == 3 * HEAD_DIM
+        assert (fit.predicted_loss is not None) is METHODS[name].uses_gradients
+    assert all(isinstance(a.module.k_proj, torch.nn.Linear) for a in decoder_attentions(dense("llama")))
 
 
 def padded_batches() -> list[dict[str, Tensor]]:

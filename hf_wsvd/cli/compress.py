@@ -24,7 +24,7 @@ from ..calibration import default_calibration
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
-from ..quantizer_config import WSVDConfig
+from ..quantizer_config import METHODS, WSVDConfig
 from .dataset_options import (
     Dataset,
     DatasetName,
@@ -47,6 +47,17 @@ def compress(
     rank_ratio: Annotated[float, typer.Option(help="Latent width as a fraction of the head dimension.")] = 0.5,
     k_rank: Annotated[int | None, typer.Option(help="Rank of every K head, in place of the ratio.")] = None,
     v_rank: Annotated[int | None, typer.Option(help="Rank of every V head, in place of the ratio.")] = None,
+    method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}; the others are for comparison.")] = "wsvd",
+    rank_allocation: Annotated[
+        str | None, typer.Option(help="gradient (the ratio's bytes go where they help most) or uniform.")
+    ] = None,
+    refinement: Annotated[
+        str | None,
+        typer.Option(
+            help="distillation (the factors learn the dense model's answers; best on a GPU), fisher or none."
+        ),
+    ] = None,
+    refinement_steps: Annotated[int, typer.Option(min=1, help="Steps of the distillation.")] = 100,
     dataset: Dataset = None,
     dataset_name: DatasetName = None,
     split: Split = None,
@@ -69,7 +80,16 @@ def compress(
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     check_device(device)
-    config = WSVDConfig(rank_ratio=rank_ratio, k_rank=k_rank, v_rank=v_rank)
+    config = WSVDConfig(
+        rank_ratio=rank_ratio,
+        k_rank=k_rank,
+        v_rank=v_rank,
+        method=method,
+        rank_allocation=rank_allocation,
+        refinement=refinement,
+        refinement_steps=refinement_steps,
+        seed=seed,
+    )
     source, auto_class = find_model(model, gguf_file)
     processor = load_processor(model, source, auto_class)
     batches = dataset_batches(  # before the weights: data that do not fit fail early

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -118,6 +119,8 @@ def check_statistics(target: Target, side: str, linear: nn.Module, statistics: S
         raise ValueError(f"the statistics do not fit {name} ({linear.in_features} inputs): they hold {found}; {other}")
     heads = attention.heads_of(side)
     norms = linear.weight.detach().double().unflatten(0, (heads, -1)).square().sum(-1)
+    if not bool(torch.isfinite(norms).all()):
+        raise ValueError(f"{name}: the weight holds NaN or infinity and cannot be factorised")
     measured = held.diagonal(dim1=1, dim2=2).to(norms)
     if measured.shape != norms.shape or bool((norms - measured).norm() > SAME_WEIGHT * measured.norm()):
         raise ValueError(f"the statistics do not fit {name}: its weights are others; {other}")
