@@ -54,9 +54,7 @@ def _statistics(family: str) -> Statistics:
 
 @cache
 def _compressed(family: str, rank_ratio: float | None, options: tuple) -> PreTrainedModel:
-    # Equal ranks and the closed form alone: known in advance, and quick. Tests of the fit ask for more.
-    options = {"rank_allocation": "uniform", "refinement": "none", **dict(options)}
-    config = hf_wsvd.WSVDConfig(rank_ratio=rank_ratio, **options)
+    config = hf_wsvd.WSVDConfig(rank_ratio=rank_ratio, **{**tiny_models.CLOSED_FORM, **dict(options)})
     return hf_wsvd.compress(copy.deepcopy(_dense(family)), config, statistics=_statistics(family))
 
 

@@ -50,7 +50,9 @@ def compressed(dense: str, ratio: float) -> PreTrainedModel:
 
     model = AutoModelForCausalLM.from_pretrained(dense)
     batches = [prompt("llama", seed=seed) for seed in range(4)]
-    return compress(model, WSVDConfig(rank_ratio=ratio), calibration=batches)
+    return compress(
+        model, WSVDConfig(rank_ratio=ratio, rank_allocation="uniform", refinement="none"), calibration=batches
+    )
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import FAMILIES, prompt
+from tiny_models import CLOSED_FORM, FAMILIES, prompt
 from transformers import DynamicCache, StaticCache
 
 from hf_wsvd import WSVDCache, cache_nbytes
@@ -42,7 +42,7 @@ def test_half_rank_takes_at_most_52_percent_of_the_dense_bytes(dense, compressed
     held = {}
     for name in ("dense", "latent"):
         if name == "latent":
-            compress(model, WSVDConfig(rank_ratio=0.5), calibration=[prompt("llama", tokens=24)])
+            compress(model, WSVDConfig(rank_ratio=0.5, **CLOSED_FORM), calibration=[prompt("llama", tokens=24)])
         cache = DynamicCache()
         forward(model, tokens(1, 2040), cache)
         for step in range(8):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import constants
-from tiny_models import build, calibration_batches, prompt
+from tiny_models import CLOSED_FORM, build, calibration_batches, prompt
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_wsvd import WSVDCache, WSVDConfig, compress
@@ -135,7 +135,7 @@ def test_copies_write_the_card_of_their_own_weights(duplicate, model, tmp_path):
 
 
 def test_a_compressed_model_is_freed_with_its_last_reference():
-    model = compress(build("llama"), WSVDConfig(), calibration=calibration_batches("llama"))
+    model = compress(build("llama"), WSVDConfig(**CLOSED_FORM), calibration=calibration_batches("llama"))
     gc.collect()
     gc.disable()
     try:

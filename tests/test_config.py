@@ -32,6 +32,19 @@ ACCEPTED = [
     {"modules_to_not_convert": ["v_proj", "layers.3.self_attn"]},
     {"damping": 0},
     {"damping": 0.5},
+    {"q_rank_ratio": 0.5},
+    {"q_rank": [8, None, 4]},
+    {"rank_allocation": "uniform"},
+    {"rank_floor": 8},
+    {"method": "svd_llm"},
+    {"gradient_damping": 0},
+    {"gradient_damping": 1.0},
+    {"refinement": "none"},
+    {"refinement": "fisher"},
+    {"refinement_steps": 1},
+    {"refinement_learning_rate": 1e-3},
+    {"seed": 7},
+    {"fit_info": {"predicted_loss": 0.5}},
     {"calibration_info": {"samples": 2, "tokens": 9, "sha256": "00"}},
     {"key_layout": ["none:halves", "before:interleaved", "after:interleaved_halves", "before_by_token:none", None]},
     {"decoder_shape": {"num_hidden_layers": 3}},
@@ -50,7 +63,18 @@ REFUSED = [
     *[("layers_to_not_convert", value, "decoder layer numbers") for value in (3, "3", {3})],
     *[("layers_to_not_convert", value, "at least 0") for value in ([-1], [0.5], ["0"], [True])],
     *[("modules_to_not_convert", value, "a list of module names") for value in ("v_proj", [3], [""], {"v_proj": 1})],
-    *[("damping", value, "at least 0") for value in (-1e-9, float("nan"), float("inf"), "0", None, True)],
+    *[("damping", value, "from 0") for value in (-1e-9, float("nan"), float("inf"), "0", None, True)],
+    ("q_rank_ratio", 1.5, "(0, 1]"),
+    ("q_rank", 0, "from 1 to head_dim"),
+    *[("rank_allocation", value, "'uniform', 'gradient'") for value in ("even", 1, ["uniform"])],
+    *[("rank_floor", value, "at least 1") for value in (0, -8, 1.5, "8", True)],
+    *[("method", value, "'svd', 'asvd', 'svd_llm', 'wsvd'") for value in ("palu", None, 3)],
+    *[("gradient_damping", value, "from 0 to 1") for value in (-0.1, 1.1, float("nan"), "0", None, True)],
+    *[("refinement", value, "'none', 'fisher', 'distillation'") for value in ("lora", False, 1)],
+    *[("refinement_steps", value, "at least 1") for value in (0, 1.5, "100", None, True)],
+    *[("refinement_learning_rate", value, "from 1e-09 to 1") for value in (0, -1e-3, 2, float("inf"), "1", None)],
+    *[("seed", value, "from 0") for value in (-1, 0.5, "0", None, True)],
+    *[("fit_info", value, "a dict") for value in ([], "text", 3)],
     *[("calibration_info", value, "a dict") for value in ([], "text", 3)],
     *[("key_layout", value, "one entry a decoder layer") for value in ("none:halves", 3, {"0": "none:halves"})],
     *[("key_layout", [value], "NORM") for value in ("", "halves", "none:", "none:halves:x", "sideways:halves", 7)],
@@ -86,6 +110,15 @@ def test_every_field_has_accepted_and_refused_values_above():
     fields = set(WSVDConfig().to_dict()) - {"quant_method"}
     assert fields == {name for accepted in ACCEPTED for name in accepted}
     assert fields == {name for name, _, _ in REFUSED}
+
+
+def test_methods_without_gradients_are_uniform_and_not_refined():
+    config = WSVDConfig(method="svd")
+    assert (config.rank_allocation, config.refinement) == ("uniform", "none")
+    with pytest.raises(ValueError, match=r"rank_allocation='gradient' is not allowed.*method='svd'"):
+        WSVDConfig(method="svd", rank_allocation="gradient")
+    config = WSVDConfig()
+    assert (config.method, config.rank_allocation, config.refinement) == ("wsvd", "gradient", "distillation")
 
 
 def test_unknown_fields_are_refused_with_the_nearest_known_one():

@@ -8,7 +8,7 @@ import pytest
 import tiny_models
 import torch
 from model_facts import hooks, logits, projections
-from tiny_models import calibration_batches, prompt
+from tiny_models import CLOSED_FORM, calibration_batches, prompt
 from transformers import PreTrainedModel
 
 import hf_wsvd
@@ -58,5 +58,5 @@ def test_a_failing_compression_leaves_the_model_as_it_was(kind, dense):
     assert getattr(model, "hf_quantizer", None) is None
     assert not getattr(model, "is_quantized", False)
     if kind != "NaN weight":
-        hf_wsvd.compress(model, calibration=calibration_batches("llama"))
+        hf_wsvd.compress(model, WSVDConfig(**CLOSED_FORM), calibration=calibration_batches("llama"))
         assert set(projections(model).values()) == {8}

@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, TEXT_FAMILIES, build, prompt
+from tiny_models import CLOSED_FORM, FAMILIES, TEXT_FAMILIES, build, prompt
 from transformers import DynamicCache
 
 from hf_wsvd import WSVDCache, WSVDConfig, compress
@@ -210,7 +210,7 @@ def test_attention_weights_can_be_asked_for(dense):
     """Under an eager model every step returns the weights of the merged model."""
     model = copy.deepcopy(dense("llama"))
     model.set_attn_implementation("eager")
-    ours = compress(model, WSVDConfig(rank_ratio=0.5), calibration=[prompt("llama", batch=2)])
+    ours = compress(model, WSVDConfig(rank_ratio=0.5, **CLOSED_FORM), calibration=[prompt("llama", batch=2)])
     reference = copy.deepcopy(ours).dequantize()
     options = {"output_attentions": True, "return_dict_in_generate": True}
     steps = [greedy(m, prompt("llama", batch=2), **options).attentions for m in (ours, reference)]

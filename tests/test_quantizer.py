@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 from model_facts import auto_class, hooks, logits, projections
-from tiny_models import FAMILIES, calibration_batches, prompt
+from tiny_models import CLOSED_FORM, FAMILIES, calibration_batches, prompt
 from transformers import AutoModelForCausalLM
 
 import hf_wsvd
@@ -25,7 +25,7 @@ LOADED_FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "llava", "qwen2_vl", "s
 @pytest.mark.parametrize("family", LOADED_FAMILIES)
 def test_loading_a_dense_checkpoint_with_a_config_equals_compress(family, dense, tmp_path):
     dense(family).save_pretrained(tmp_path)
-    config = WSVDConfig(calibration=calibration_batches(family))
+    config = WSVDConfig(calibration=calibration_batches(family), **CLOSED_FORM)
     loaded = auto_class(family).from_pretrained(tmp_path, quantization_config=config)
     in_memory = hf_wsvd.compress(copy.deepcopy(dense(family)), config)
     assert projections(loaded) == {f"{layer}.{side}": 8 for layer in range(3) for side in "kv"}
@@ -38,7 +38,7 @@ def test_loading_a_dense_checkpoint_with_a_config_equals_compress(family, dense,
 
 def test_a_sharded_dense_checkpoint_in_bfloat16_is_compressed_in_bfloat16(dense, tmp_path):
     dense("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    config = WSVDConfig(calibration=calibration_batches("llama"))
+    config = WSVDConfig(calibration=calibration_batches("llama"), **CLOSED_FORM)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
     )
@@ -52,7 +52,7 @@ def test_the_calibration_data_are_released_after_the_fit(dense):
         """A list that can be watched."""
 
     data = Batches(calibration_batches("llama"))
-    model = hf_wsvd.compress(copy.deepcopy(dense("llama")), WSVDConfig(calibration=data))
+    model = hf_wsvd.compress(copy.deepcopy(dense("llama")), WSVDConfig(calibration=data, refinement_steps=2))
     watched = weakref.ref(data)
     del data
     gc.collect()
@@ -89,8 +89,9 @@ def test_more_calibrated_rank_is_a_smaller_error(dense, compressed):
 
 
 def test_collected_statistics_serve_several_ratios(dense, statistics):
-    direct = hf_wsvd.compress(copy.deepcopy(dense("llama")), calibration=calibration_batches("llama"))
-    reused = hf_wsvd.compress(copy.deepcopy(dense("llama")), statistics=statistics("llama"))
+    config = WSVDConfig(**CLOSED_FORM)
+    direct = hf_wsvd.compress(copy.deepcopy(dense("llama")), config, calibration=calibration_batches("llama"))
+    reused = hf_wsvd.compress(copy.deepcopy(dense("llama")), config, statistics=statistics("llama"))
     assert torch.equal(logits(direct, "llama"), logits(reused, "llama"))
     assert direct.config.quantization_config == reused.config.quantization_config
 
@@ -107,7 +108,7 @@ def test_compressing_twice_is_refused_and_changes_nothing(compressed):
 def test_compression_keeps_the_mode_of_every_module(dense, training):
     model = copy.deepcopy(dense("llama")).train(training)
     model.model.layers[1].train(not training)
-    hf_wsvd.compress(model, calibration=calibration_batches("llama"))
+    hf_wsvd.compress(model, WSVDConfig(refinement_steps=2), calibration=calibration_batches("llama"))
     modes = {name: module.training for name, module in model.named_modules() if "_proj" not in name}
     assert modes == {name: training is not name.startswith("model.layers.1") for name in modes}
 
@@ -172,7 +173,8 @@ def test_dequantize_multiplies_the_factors_in_fp32(compressed):
     assert torch.equal(dense_layer.bias, projection.bias)
 
 
-def test_dequantize_then_compress_again(dense, compressed, statistics):
+def test_dequantize_then_compress_again(compressed):
+    """Weights of the rank that they are cut to lose nothing."""
     model = copy.deepcopy(compressed("llama")).dequantize()
-    hf_wsvd.compress(model, statistics=statistics("llama"))
+    hf_wsvd.compress(model, WSVDConfig(**CLOSED_FORM), calibration=calibration_batches("llama"))
     torch.testing.assert_close(logits(model, "llama"), logits(compressed("llama"), "llama"), rtol=0, atol=2e-4)

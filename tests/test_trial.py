@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny_models import TEXT, build, prompt
+from tiny_models import CLOSED_FORM, TEXT, build, prompt
 
 from hf_wsvd import WSVDConfig, compress
 from hf_wsvd.trial import layers_that_need_keys
@@ -34,7 +34,7 @@ def test_foreign_attention_gets_keys_and_values(family):
     torch.manual_seed(0)
     model = family().eval()
     model.generation_config.eos_token_id = None
-    compress(model, WSVDConfig(), calibration=[prompt("llama", batch=2)])
+    compress(model, WSVDConfig(**CLOSED_FORM), calibration=[prompt("llama", batch=2)])
     assert model.config.quantization_config.key_layout == [None, None, None]
     merged = copy.deepcopy(model).dequantize()
     options = {"max_new_tokens": 10, "do_sample": False}
@@ -63,7 +63,7 @@ def test_two_models_may_share_a_configuration():
     first = build("llama")
     for _ in range(2):
         model = transformers.LlamaForCausalLM(first.config)
-        compress(model, WSVDConfig(), calibration=[prompt("llama", batch=2)])
+        compress(model, WSVDConfig(**CLOSED_FORM), calibration=[prompt("llama", batch=2)])
         assert None not in model.config.quantization_config.key_layout
 
 
@@ -74,7 +74,7 @@ def test_hybrid_models_keep_what_is_not_attention():
     torch.manual_seed(0)
     model = transformers.Lfm2ForCausalLM(config).eval()
     model.generation_config.eos_token_id = None
-    compress(model, WSVDConfig(), calibration=[prompt("llama", batch=2)])
+    compress(model, WSVDConfig(**CLOSED_FORM), calibration=[prompt("llama", batch=2)])
     layouts = model.config.quantization_config.key_layout
     assert layouts[0] is layouts[2] is None is not layouts[1]
     merged = copy.deepcopy(model).dequantize()

@@ -9,6 +9,9 @@ import transformers
 from transformers import PreTrainedModel
 
 
+# Equal ranks and no refinement: ranks that are known in advance, and quick. Tests of the fit ask for more.
+CLOSED_FORM = {"rank_allocation": "uniform", "refinement": "none"}
+
 VOCABULARY = 128
 IMAGE_TOKEN = 127
 
