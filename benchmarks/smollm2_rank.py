@@ -12,7 +12,6 @@ already. Calibration and evaluation use the two halves of Python's documentation
 import argparse
 import copy
 import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from hf_wsvd.evaluate.latency import decode_latency
 from hf_wsvd.evaluate.memory import kv_bytes_per_token
 from hf_wsvd.evaluate.perplexity import perplexity
 from hf_wsvd.files import write_text
+from record import command_line
 from smollm2 import GGUF, REQUIREMENT, load_smollm2, wikipedia_texts
 
 
@@ -77,7 +77,7 @@ def main() -> None:
         model = compress(copy.deepcopy(dense), WSVDConfig(rank_ratio=ratio), statistics=statistics)
         rows.append(measure(f"WSVD {ratio:g}", ratio, model, tokenizer, texts, arguments.tokens))
     results = {
-        "command": shlex.join(["python", "benchmarks/smollm2_rank.py", *_portable(sys.argv[1:])]),
+        "command": command_line("smollm2_rank.py"),
         "environment": environment(arguments.device),
         "model": f"{GGUF} of {REQUIREMENT}, fp32",
         "window": WINDOW,
@@ -87,11 +87,6 @@ def main() -> None:
         "rows": rows,
     }
     write_text(arguments.output, json.dumps(results, indent=1) + "\n")
-
-
-def _portable(arguments: list[str]) -> list[str]:
-    """Arguments without the folders of this machine: paths outside the repository by their names alone."""
-    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
 
 
 if __name__ == "__main__":
