@@ -77,6 +77,28 @@ def decode_cpu(results: dict[str, Any]) -> str:
     return with_note(markdown_table(header, lines), note, results)
 
 
+def fisher_solvers(results: dict[str, Any]) -> str:
+    """Loss and time of the solvers of the Fisher-weighted refinement."""
+    header = ["", "loss", "unweighted error", "output error", "seconds", "from … to"]
+    lines = [
+        [
+            row["label"],
+            f"{row['loss']:.4f}",
+            f"{row['unweighted_error']:.4f}",
+            f"{row['output_error']:.4f}",
+            f"{row['seconds']:.3f}",
+            f"{row['fastest_seconds']:.3f} … {row['slowest_seconds']:.3f}",
+        ]
+        for row in results["rows"]
+    ]
+    note = (
+        f"A synthetic projection of {results['heads']} heads of {results['head_dim']} with "
+        f"{results['in_features']:,} inputs at rank {results['rank']}; log-normal Fisher information, standard "
+        f"deviation of its logarithm {results['spread']:g}; seconds are the median of {results['repeats']} runs"
+    )
+    return _with_note(markdown_table(header, lines), note, results)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "smollm2_rank": smollm2_rank,

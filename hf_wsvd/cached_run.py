@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from .calibration.answers import log_probabilities_of, most_likely, placeholder_ids
 from .calibration.chat import place
 from .calibration.samples import MAX_POSITIONS, runs_along_tokens
 from .compat import CACHE_ARGUMENT
@@ -16,7 +17,6 @@ from .decoder import evaluation_mode
 
 
 DECODED = 12  # tokens after the prompt
-TOP = 64  # tokens whose probability is kept apart; the others share one
 
 
 def token_column(inputs: dict[str, Tensor]) -> Tensor:
@@ -40,9 +40,7 @@ def split_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
     length = token_column(inputs).shape[1]
     split = max(length - DECODED, 1)
     if "input_ids" in inputs:
-        names = [f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index")]
-        held = [getattr(model.config, name, None) for name in names]
-        marks = [number for number in held if isinstance(number, int)]
+        marks = placeholder_ids(model)
         columns = [column for column, ids in enumerate(inputs["input_ids"].T.tolist()) if set(ids) & set(marks)]
         if columns and not all(runs_along_tokens(name) for name in inputs):
             split = max(split, columns[-1] + 1)
@@ -83,16 +81,12 @@ def run(
             parts.append(logits[:, max(first - begin, 0) :])
         logits = torch.cat(parts, dim=1)
         logits = logits[compared.to(logits.device)].float()
-    log_p = logits.log_softmax(-1)
     if top is None:
-        top = log_p.topk(min(TOP, log_p.shape[-1])).indices
-    if int(top.max()) >= log_p.shape[-1]:
-        raise ValueError(f"token {int(top.max())} is outside the vocabulary of {log_p.shape[-1]}")
-    top = top.to(log_p.device, torch.int64)
-    kept = log_p.gather(1, top)
-    # From the others themselves: one minus the sum of the kept would be rounding error where they hold nearly all.
-    others = log_p.scatter(1, top, float("-inf")).logsumexp(-1, keepdim=True)
-    return top.int().cpu(), torch.cat([kept, others], dim=1).cpu(), log_p.argmax(-1).int().cpu()
+        top = most_likely(logits)
+    if int(top.max()) >= logits.shape[-1]:
+        raise ValueError(f"token {int(top.max())} is outside the vocabulary of {logits.shape[-1]}")
+    top = top.to(logits.device, torch.int64)
+    return top.int().cpu(), log_probabilities_of(logits, top).cpu(), logits.argmax(-1).int().cpu()
 
 
 def steps(split: int, length: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from safetensors import SafetensorError, safe_open
 
-from .surgery import Target
+from .targets import Target
 
 
 def check_checkpoint(files: list[str] | None, targets: list[Target]) -> None:

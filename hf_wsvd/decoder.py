@@ -30,8 +30,21 @@ class DecoderAttention:
     heads: int
 
     def side_name(self, side: str) -> str:
-        """Module name of the projection `side` ("k" or "v")."""
+        """Module name of the projection `side` ("q", "k" or "v")."""
         return f"{self.name}.{side}_proj"
+
+    def heads_of(self, side: str) -> int:
+        """Heads of a projection's output; 0 for queries that are no plain linear layer of whole heads."""
+        if side != "q":
+            return self.heads
+        projection = getattr(self.module, "q_proj", None)
+        if not isinstance(projection, nn.Linear | LatentProjection):
+            return 0
+        heads, rest = divmod(projection.out_features, self.head_dim)
+        # Queries with a gate beside them (Qwen3-Next) are twice as wide as the heads that `o_proj` reads.
+        output = getattr(self.module, "o_proj", None)
+        plain = rest == 0 and getattr(output, "in_features", None) == projection.out_features
+        return heads if plain and projection.in_features == self.module.k_proj.in_features else 0
 
 
 def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:

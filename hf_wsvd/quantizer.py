@@ -20,7 +20,8 @@ from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
 from .self_check_file import load_self_check
-from .surgery import Target, bind_all, fit_latents, insert_empty, merge_all, targets
+from .surgery import bind_all, fit_latents, insert_empty, merge_all
+from .targets import Target, targets
 from .version import __version__
 
 

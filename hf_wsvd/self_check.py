@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .cached_run import DECODED, compared_positions, run, split_of, token_column
+from .calibration.answers import divergences
 from .probe import probe_tokens
 from .version import __version__
 
@@ -164,7 +165,9 @@ def answers_of(model: PreTrainedModel, check: SelfCheck) -> list[tuple[Tensor, T
 def distances(check: SelfCheck, answers: list[tuple[Tensor, Tensor]]) -> dict[str, Distance]:
     """Distance of `answers` to the dense ones by part; ValueError if it is not finite."""
     decoded = torch.cat([sample.decoded() for sample in check.samples])
-    kl = torch.cat([divergences(sample.dense, answer) for sample, (answer, _) in zip(check.samples, answers)])
+    kl = torch.cat(
+        [divergences(sample.dense.double(), answer.double()) for sample, (answer, _) in zip(check.samples, answers)]
+    )
     same = torch.cat([sample.top[:, 0] == best for sample, (_, best) in zip(check.samples, answers)])
     chosen = {"prefill": ~decoded, "decode": decoded}
     if not torch.isfinite(kl).all() or not all(of.any() for of in chosen.values()):
@@ -173,12 +176,6 @@ def distances(check: SelfCheck, answers: list[tuple[Tensor, Tensor]]) -> dict[st
         part: Distance(kl[of].mean().item(), same[of].double().mean().item(), int(of.sum()))
         for part, of in chosen.items()
     }
-
-
-def divergences(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q) of each row, fp64 `[N]`; 0 log 0 = 0, and rounding makes nothing negative."""
-    log_p, log_q = log_p.double(), log_q.double()
-    return torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)).sum(-1).clamp_min(0)
 
 
 def _dense_sample(model: PreTrainedModel, inputs: dict[str, Tensor], split: int) -> Sample:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .cached_run import TOP
+from .calibration.answers import TOP
 from .calibration.samples import MAX_SAMPLES, runs_along_tokens
 from .self_check import PARTS, Distance, Sample, SelfCheck, self_check_of, set_self_check
 

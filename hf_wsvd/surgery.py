@@ -1,76 +1,25 @@
-"""Which projections of a model become latent, with what ranks, and the exchange of the modules."""
+"""The exchange of a model's projections: at the fit, for a compressed checkpoint, and back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from .attention import bind, implementation_for, unbind
 from .calibration import Statistics, collect_statistics, default_calibration
 from .call import key_norm_module
-from .decoder import DecoderAttention, decoder_attentions, decoder_shape, matches
-from .fit import factorise
+from .decoder import decoder_attentions, decoder_shape
+from .fit import Fit, fitted
 from .modules import LatentProjection
 from .probe import probe_key_layouts
-from .quantizer_config import KeyLayout, WSVDConfig, resolve_ranks
+from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import attach_self_check, dense_answers
+from .targets import Target, targets
 from .trial import layers_that_need_keys
-
-
-@dataclass(frozen=True)
-class Target:
-    """One attention layer to compress and the ranks of its heads."""
-
-    attention: DecoderAttention
-    k_rank: int
-    v_rank: int
-
-    def sides(self) -> Iterator[tuple[str, int, nn.Module]]:
-        """("k" or "v", rank, present projection)."""
-        yield "k", self.k_rank, self.attention.module.k_proj
-        yield "v", self.v_rank, self.attention.module.v_proj
-
-
-def targets(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
-    """The layers that `config` compresses in `model`.
-
-    A projection that the config leaves alone beside a compressed one takes rank `head_dim`: its latent is the dense
-    head itself, and nothing is lost. A layer with both left alone is no target.
-
-    Raises:
-        ValueError: nothing to convert, or ranks and layer numbers that do not fit the model.
-    """
-    attentions = decoder_attentions(model)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    head_dims: list[int | None] = [None] * layers
-    for attention in attentions:
-        head_dims[attention.layer] = attention.head_dim
-    ranks = {side: resolve_ranks(config, side, head_dims) for side in "kv"}
-    found = []
-    for attention in attentions:
-        pair = []
-        for side in "kv":
-            skipped = matches(attention.side_name(side), config.modules_to_not_convert)
-            pair.append(None if skipped else ranks[side][attention.layer])
-        if pair != [None, None]:
-            found.append(Target(attention, *(attention.head_dim if rank is None else rank for rank in pair)))
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no layer to convert: "
-            + (
-                "its decoder has no attention with separate `k_proj` and `v_proj` linear layers"
-                if not attentions
-                else "the ranks, layers_to_not_convert and modules_to_not_convert of the WSVDConfig leave out all of "
-                f"its {len(attentions)} attention layers"
-            )
-        )
-    return found
 
 
 def fit_latents(
@@ -81,74 +30,49 @@ def fit_latents(
     statistics: Statistics | None = None,
     processor: Any = None,
 ) -> None:
-    """Calibrate (unless `statistics` are given), factorise layer by layer, exchange the modules and bind.
+    """Calibrate (unless `statistics` are given), fit the factors, exchange the modules and bind.
 
-    On success `config` holds what was done: ranks, key layouts, calibration record, decoder shape. A failure before
-    the exchange leaves the model as it was.
+    On success `config` holds what was done: ranks, key layouts, records of calibration and fit, decoder shape. After
+    a failure the model is as it was.
     """
-    chosen = targets(model, config)
+    targets(model, config)  # before any long work
     shape = decoder_shape(model)
     if statistics is None:
         if calibration is None:
             calibration = default_calibration(model, processor)
-        statistics = collect_statistics(model, calibration)
-    attentions = [target.attention for target in chosen]
+        statistics = collect_statistics(
+            model,
+            calibration,
+            fisher=config.refinement == "fisher",
+            keep_answers=config.refinement == "distillation",
+        )
     implementation = model.get_decoder().config._attn_implementation
-    factors = []
-    for target in logging.tqdm(chosen, desc="Factorising", unit="layer"):
-        factors += factor_layer(target, statistics, config.damping)
-    originals = [(module, name, getattr(module, name)) for module, name, _ in factors]
     dense = dense_answers(model, statistics.samples)
-    try:
-        for module, name, projection in factors:
-            setattr(module, name, projection)
-        layouts = probe_key_layouts(model, attentions)
-        bind_all(model, chosen, layouts)
-        latent = [a for a in attentions if layouts[a.layer] is not None]
-        for layer in layers_that_need_keys(model, latent) if latent else ():
-            layouts[layer] = None
-        bind_all(model, chosen, layouts)
-        attach_self_check(model, dense)
-    except BaseException:
-        unbind_all(model)
-        model.get_decoder().set_attn_implementation(implementation)
-        for module, name, linear in originals:
-            setattr(module, name, linear)
-        raise
-    record(config, chosen, layouts, shape, statistics.info)
-
-
-def factor_layer(
-    target: Target, statistics: Statistics, damping: float
-) -> list[tuple[nn.Module, str, LatentProjection]]:
-    """(attention module, projection name, its replacement) for the K and V of one layer."""
-    attention = target.attention
-    gram = statistics.gram.get(attention.layer)
-    replacements = []
-    for side, rank, linear in target.sides():
-        name = attention.side_name(side)
-        if gram is None or gram.shape[0] != linear.in_features:
-            held = "no such layer" if gram is None else f"{gram.shape[0]} inputs"
-            raise ValueError(
-                f"the statistics do not fit {name} ({linear.in_features} inputs): they hold {held}; "
-                "were they collected on another model?"
-            )
+    with fitted(model, config, statistics) as fit:
         try:
-            down, up = factorise(linear.weight, attention.heads, rank, gram, damping)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
-        replacements.append((attention.module, f"{side}_proj", LatentProjection.from_linear(linear, down, up)))
-    return replacements
+            attentions = [target.attention for target in fit.targets]
+            layouts = probe_key_layouts(model, attentions)
+            bind_all(model, fit.targets, layouts)
+            latent = [a for a in attentions if layouts[a.layer] is not None]
+            for layer in layers_that_need_keys(model, latent) if latent else ():
+                layouts[layer] = None
+            bind_all(model, fit.targets, layouts)
+            attach_self_check(model, dense)
+        except BaseException:
+            unbind_all(model)
+            model.get_decoder().set_attn_implementation(implementation)
+            raise
+        fit.keep()
+    record(config, fit, layouts, shape, statistics.info)
 
 
-def record(
-    config: WSVDConfig, chosen: list[Target], layouts: dict[int, KeyLayout | None], shape: dict, info: dict
-) -> None:
+def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], shape: dict, info: dict) -> None:
     """Write into `config` what a load needs: final ranks by layer, layouts, the decoder's shape."""
     layers = shape["num_hidden_layers"]
-    by_layer = {t.attention.layer: t for t in chosen}
-    config.k_rank = [by_layer[i].k_rank if i in by_layer else None for i in range(layers)]
-    config.v_rank = [by_layer[i].v_rank if i in by_layer else None for i in range(layers)]
+    config.k_rank, config.v_rank = fit.ranks("k", layers), fit.ranks("v", layers)
+    if any(target.q_rank is not None for target in fit.targets):
+        config.q_rank = fit.ranks("q", layers)
+    config.fit_info = fit.info
     config.key_layout = [str(layouts[i]) if layouts.get(i) is not None else None for i in range(layers)]
     config.decoder_shape = shape
     config.calibration_info = info
@@ -162,7 +86,7 @@ def insert_empty(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
     check_norms(chosen, config)
     for target in chosen:
         for side, rank, linear in target.sides():
-            heads, head_dim = target.attention.heads, target.attention.head_dim
+            heads, head_dim = target.attention.heads_of(side), target.attention.head_dim
             projection = LatentProjection(
                 linear.in_features,
                 heads,
@@ -235,8 +159,10 @@ def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):
             continue
-        for side in "kv":
-            merged = getattr(attention.module, f"{side}_proj").merged()
-            setattr(attention.module, f"{side}_proj", merged if dtype is None else merged.to(dtype))
+        for side in "qkv":
+            projection = getattr(attention.module, f"{side}_proj", None)
+            if isinstance(projection, LatentProjection):
+                merged = projection.merged()
+                setattr(attention.module, f"{side}_proj", merged if dtype is None else merged.to(dtype))
     if decoder.config._attn_implementation in ("wsvd", "wsvd_eager"):
         decoder.set_attn_implementation(base)

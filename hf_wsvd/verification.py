@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .attention import bound_layers
+from .calibration.answers import divergences
 from .calibration.data import validate_batches
 from .self_check import (
     PARTS,
@@ -16,7 +17,6 @@ from .self_check import (
     SelfCheck,
     answers_of,
     distances,
-    divergences,
     set_self_check,
     with_answers_of,
 )
@@ -108,7 +108,8 @@ def verify(model: PreTrainedModel) -> Verification:
     except Exception as error:  # whatever a forward trips over on inputs that were not made for it
         raise ValueError(f"verify: {type(model).__name__} cannot run on its self-check: {error}") from error
     decoded = torch.cat([sample.decoded() for sample in check.samples])
-    change = torch.cat([divergences(sample.compressed, answer) for sample, (answer, _) in zip(check.samples, answers)])
+    pairs = [(sample.compressed.double(), answer.double()) for sample, (answer, _) in zip(check.samples, answers)]
+    change = torch.cat([divergences(*pair) for pair in pairs])
     drift = {"prefill": change[~decoded].mean().item(), "decode": change[decoded].mean().item()}
     dtype = str(model.dtype).removeprefix("torch.")
     half = {"float16", "bfloat16"} & {dtype, check.dtype}

@@ -2,7 +2,15 @@
 
 from .config import FORMAT_VERSION, WSVDConfig
 from .layout import KeyLayout
-from .ranks import rank_for_ratio, resolve_ranks
+from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, resolve_ranks
 
 
-__all__ = ["FORMAT_VERSION", "KeyLayout", "WSVDConfig", "rank_for_ratio", "resolve_ranks"]
+__all__ = [
+    "FORMAT_VERSION",
+    "KeyLayout",
+    "WSVDConfig",
+    "allocated_by_gradient",
+    "rank_for_parameters",
+    "rank_for_ratio",
+    "resolve_ranks",
+]

@@ -17,6 +17,18 @@ def check_int(field: str, value: Any, low: int, high: int | None) -> None:
         fail(field, value, allowed)
 
 
+def check_number(field: str, value: Any, low: float, high: float) -> None:
+    """A finite number from `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        fail(field, value, f"a number from {low:g} to {high:g}")
+
+
+def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
+    """One of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        fail(field, value, "one of " + ", ".join(map(repr, choices)))
+
+
 def check_ratio(field: str, value: Any) -> None:
     """A ratio in (0, 1], a list of them (None keeps a layer whole), or None."""
     entries = value if isinstance(value, list | tuple) else [value]

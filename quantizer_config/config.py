@@ -8,11 +8,15 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .checks import check_int, check_names, check_ranks, check_ratio, fail
+from .checks import check_choice, check_int, check_names, check_number, check_ranks, check_ratio, fail
 from .layout import KeyLayout
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+
+METHODS = ("svd", "asvd", "svd_llm", "wsvd")
+RANK_ALLOCATIONS = ("uniform", "gradient")
+REFINEMENTS = ("none", "fisher", "distillation")
 
 # Written by `to_dict` for readers of config.json, never read back.
 INFORMATIVE_KEYS = {"quant_method", "hf_wsvd_version"}
@@ -31,15 +35,35 @@ class WSVDConfig(QuantizationConfigMixin):
         k_rank, v_rank: Explicit ranks, one number or a list with one entry a decoder layer (`None` in the list keeps
             that layer's projection whole); each takes precedence over the ratios.
         rank_multiple: Ranks given by ratio are rounded down to a multiple of this (ratios below one multiple are
-            rounded down to a whole rank, at least 1).
+            rounded down to a whole rank, at least 1); allocated ranks are multiples of it, or of a quarter of
+            `head_dim` where that is smaller.
+        method: What decides which directions of a head are kept: `"wsvd"` (activations and gradients), or for
+            comparison `"svd_llm"` (activations), `"asvd"` (sizes of input channels), `"svd"` (the weight alone).
+        rank_allocation: `"gradient"` spends the bytes that a ratio allows where gradients predict the least loss, over
+            layers, and over K and V where both follow `rank_ratio`; `"uniform"` gives every layer the same rank.
+            Ratios by layer and explicit ranks stay as they are. `None`: `"gradient"` for method `"wsvd"`, which alone
+            has gradients, else `"uniform"`.
+        rank_floor: Smallest allocated rank; `None`: one multiple.
+        q_rank_ratio: Cut the query projections too, to this share of their *parameters* (WSVD, section 3.1). It saves
+            weights, not cache, and costs accuracy; `None` leaves them whole.
+        q_rank: Explicit ranks of the query heads, as `k_rank`.
         layers_to_not_convert: Decoder layer numbers left untouched.
         modules_to_not_convert: Module names left untouched: a full name or its dotted end (`"layers.3.self_attn"`,
             `"v_proj"`).
         damping: Share of the mean activation energy that every input direction is given besides the measured one,
             so that directions the calibration set never showed keep some weight. At least 0.
+        gradient_damping: Share of the gradients' second moment that is spread evenly over a head's dimensions. From 0
+            (the gradients as they were) to 1 (gradients play no part).
+        refinement: What happens to the factors after the closed form: `"distillation"` (they learn the dense model's
+            answers on the calibration set), `"fisher"` (WSVD's element-wise Fisher-weighted fit of the weights) or
+            `"none"`. `None`: `"distillation"` for method `"wsvd"`, else `"none"`.
+        refinement_steps, refinement_learning_rate: Of `"distillation"`.
+        seed: Of the order in which distillation sees the calibration set.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
-            is compressed while it is loaded; `None` takes the built-in default set. Never serialized.
+            is compressed while it is loaded, or a file that `hf-wsvd calibrate` wrote; `None` takes the built-in
+            default set. Never serialized.
         calibration_info: What the ranks were fitted on; written by the fit.
+        fit_info: What the fit measured and predicted; written by the fit.
         key_layout: Per decoder layer, which norm and rotation lie between the latent and the cached key, found by
             experiment (`None`: not compressed or nothing matched, the dense cache is kept); written by the fit.
         decoder_shape: The decoder this checkpoint was made for; written by the fit and checked on load.
@@ -59,12 +83,23 @@ class WSVDConfig(QuantizationConfigMixin):
         v_rank_ratio: float | list[float] | None = None,
         k_rank: int | list[int | None] | None = None,
         v_rank: int | list[int | None] | None = None,
-        rank_multiple: int = 8,
+        q_rank_ratio: float | list[float] | None = None,
+        q_rank: int | list[int | None] | None = None,
+        rank_multiple: int = 16,
+        rank_allocation: str | None = None,
+        rank_floor: int | None = None,
+        method: str = "wsvd",
         layers_to_not_convert: list[int] | None = None,
         modules_to_not_convert: list[str] | None = None,
         damping: float = 1e-4,
+        gradient_damping: float = 0.1,
+        refinement: str | None = None,
+        refinement_steps: int = 100,
+        refinement_learning_rate: float = 5e-4,
+        seed: int = 0,
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
+        fit_info: dict[str, Any] | None = None,
         key_layout: list[str | None] | None = None,
         decoder_shape: dict[str, Any] | None = None,
         version: int = FORMAT_VERSION,
@@ -77,12 +112,23 @@ class WSVDConfig(QuantizationConfigMixin):
         self.v_rank_ratio = v_rank_ratio
         self.k_rank = k_rank
         self.v_rank = v_rank
+        self.q_rank_ratio = q_rank_ratio
+        self.q_rank = q_rank
         self.rank_multiple = rank_multiple
+        self.rank_allocation = rank_allocation
+        self.rank_floor = rank_floor
+        self.method = method
         self.layers_to_not_convert = layers_to_not_convert
         self.modules_to_not_convert = modules_to_not_convert
         self.damping = damping
+        self.gradient_damping = gradient_damping
+        self.refinement = refinement
+        self.refinement_steps = refinement_steps
+        self.refinement_learning_rate = refinement_learning_rate
+        self.seed = seed
         self.calibration = calibration
         self.calibration_info = calibration_info
+        self.fit_info = fit_info
         self.key_layout = key_layout
         self.decoder_shape = decoder_shape
         self._check_unknown({k: v for k, v in unknown.items() if k not in INFORMATIVE_KEYS})
@@ -104,15 +150,24 @@ class WSVDConfig(QuantizationConfigMixin):
             raise ValueError(f"WSVDConfig: unknown field(s) {text}; allowed: {sorted(known)}")
 
     def post_init(self) -> None:
-        """Check every field that can be checked without the model; tuples become lists, as JSON has them."""
+        """Check every field that can be checked without the model, and settle the defaults that depend on the method.
+
+        Tuples become lists, as JSON has them.
+        """
         check_int("version", self.version, 1, FORMAT_VERSION)
         check_int("rank_multiple", self.rank_multiple, 1, 256)
-        for name in ("rank_ratio", "k_rank_ratio", "v_rank_ratio"):
+        for name in ("rank_ratio", "k_rank_ratio", "v_rank_ratio", "q_rank_ratio"):
             check_ratio(name, getattr(self, name))
-        for name in ("k_rank", "v_rank"):
+        for name in ("k_rank", "v_rank", "q_rank"):
             check_ranks(name, getattr(self, name))
-        if isinstance(self.damping, bool) or not isinstance(self.damping, int | float) or not 0 <= self.damping < 1e6:
-            fail("damping", self.damping, "a finite number, at least 0")
+        check_number("damping", self.damping, 0, 1e6)
+        check_number("gradient_damping", self.gradient_damping, 0, 1)
+        check_number("refinement_learning_rate", self.refinement_learning_rate, 1e-9, 1)
+        check_int("refinement_steps", self.refinement_steps, 1, None)
+        check_int("seed", self.seed, 0, 2**63 - 1)
+        if self.rank_floor is not None:
+            check_int("rank_floor", self.rank_floor, 1, None)
+        self._settle_method()
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert
         if layers is not None:
@@ -125,13 +180,25 @@ class WSVDConfig(QuantizationConfigMixin):
                 fail("key_layout", self.key_layout, "a list with one entry a decoder layer")
             for entry in self.key_layout:
                 KeyLayout.parse(entry)
-        for name in ("calibration_info", "decoder_shape"):
+        for name in ("calibration_info", "fit_info", "decoder_shape"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
                 fail(name, value, "a dict or None")
         for name, value in vars(self).items():
             if isinstance(value, tuple) and name != "calibration":
                 setattr(self, name, list(value))
+
+    def _settle_method(self) -> None:
+        check_choice("method", self.method, METHODS)
+        gradients = self.method == "wsvd"
+        if self.rank_allocation is None:
+            self.rank_allocation = "gradient" if gradients else "uniform"
+        if self.refinement is None:
+            self.refinement = "distillation" if gradients else "none"
+        check_choice("rank_allocation", self.rank_allocation, RANK_ALLOCATIONS)
+        check_choice("refinement", self.refinement, REFINEMENTS)
+        if self.rank_allocation == "gradient" and not gradients:
+            fail("rank_allocation", "gradient", f"'uniform' with method={self.method!r}, which has no gradients")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""

@@ -17,11 +17,29 @@ def rank_for_ratio(ratio: float, head_dim: int, multiple: int) -> int:
     return max(rank - rank % multiple if rank >= multiple else rank, 1)
 
 
-def resolve_ranks(config: WSVDConfig, side: str, head_dims: list[int | None]) -> list[int | None]:
-    """Rank of every decoder layer's K (`side="k"`) or V (`side="v"`) heads.
+def rank_for_parameters(ratio: float, in_features: int, head_dim: int) -> int:
+    """Largest rank whose factors hold at most `ratio` of a head's parameters; a ratio of 1 keeps the whole head."""
+    if ratio == 1:
+        return head_dim
+    return max(int(ratio * in_features * head_dim / (in_features + head_dim) + 1e-9), 1)
+
+
+def allocated_by_gradient(config: WSVDConfig, side: str) -> str | None:
+    """Name of the ratio whose bytes are allocated to K's or V's ranks; None where their ranks are given."""
+    own = f"{side}_rank_ratio"
+    name = own if getattr(config, own) is not None else "rank_ratio"
+    given = getattr(config, f"{side}_rank") is not None or not isinstance(getattr(config, name), int | float)
+    return None if given or config.rank_allocation != "gradient" else name
+
+
+def resolve_ranks(
+    config: WSVDConfig, side: str, head_dims: list[int | None], in_features: int | None = None
+) -> list[int | None]:
+    """Rank of every decoder layer's Q, K or V heads (`side` "q", "k" or "v"), all layers alike.
 
     Args:
         head_dims: One entry a decoder layer, None where the layer cannot be converted.
+        in_features: Inputs of the query projections, which `q_rank_ratio` needs.
 
     Returns:
         One entry a layer: None (untouched) or a rank from 1 to `head_dim`.
@@ -36,13 +54,16 @@ def resolve_ranks(config: WSVDConfig, side: str, head_dims: list[int | None]) ->
         if layer >= count:
             fail("layers_to_not_convert", layer, f"decoder layer numbers from 0 to {count - 1}")
     explicit = getattr(config, f"{side}_rank")
-    ratio_field = f"{side}_rank_ratio" if getattr(config, f"{side}_rank_ratio") is not None else "rank_ratio"
+    own = f"{side}_rank_ratio"
+    ratio_field = own if side == "q" or getattr(config, own) is not None else "rank_ratio"
     field = f"{side}_rank" if explicit is not None else ratio_field
     values = _per_layer(field, getattr(config, field), count)
     ranks: list[int | None] = []
     for layer, (value, head_dim) in enumerate(zip(values, head_dims)):
         if value is None or head_dim is None or layer in skipped:
             ranks.append(None)
+        elif explicit is None and side == "q":
+            ranks.append(rank_for_parameters(value, in_features, head_dim))
         elif explicit is None:
             ranks.append(rank_for_ratio(value, head_dim, config.rank_multiple))
         elif value > head_dim:

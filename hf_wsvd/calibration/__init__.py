@@ -1,9 +1,10 @@
 """Calibration: data, and the statistics that the fit needs."""
 
 from .batches import CalibrationSet
+from .collect import collect_statistics
 from .data import calibration_info, default_calibration, validate_batches
-from .gram import Statistics, collect_statistics
 from .load import load_calibration
+from .statistics import Statistics
 
 
 __all__ = [

@@ -1,0 +1,44 @@
+"""Running sums that lie where they were measured if there is room, else on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+
+FREE_SHARE = 0.4  # of a device's free memory that sums may take
+
+
+class Sums:
+    """fp64 sums by key.
+
+    Args:
+        needed: bytes that all sums will take. Where a device has not enough free memory, its sums go to the CPU.
+    """
+
+    def __init__(self, needed: int):
+        self.needed = needed
+        self.values: dict[Hashable, Tensor] = {}
+        self._homes: dict[torch.device, torch.device] = {}
+
+    def add(self, key: Hashable, value: Tensor) -> None:
+        """Add `value` to the sum `key`."""
+        present = self.values.get(key)
+        if present is None:
+            self.values[key] = value.to(self._home(value.device), torch.float64)
+        else:
+            present += value.to(present.device)
+
+    def mean(self, key: Hashable, count: int) -> Tensor:
+        """The sum over `count`, on the CPU."""
+        return self.values[key].cpu() / count
+
+    def _home(self, device: torch.device) -> torch.device:
+        if device not in self._homes:
+            home = device
+            if device.type == "cuda" and self.needed > FREE_SHARE * torch.cuda.mem_get_info(device)[0]:
+                home = torch.device("cpu")
+            self._homes[device] = home
+        return self._homes[device]

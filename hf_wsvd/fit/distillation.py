@@ -1,0 +1,202 @@
+"""Refinement of the factors: they learn to give the dense model's answers on the calibration set."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..calibration.answers import Answered, divergences, log_probabilities_of
+from ..calibration.chat import place
+from ..calibration.collect import FP16_LOSS_SCALE, frozen, recomputed
+from ..decoder import decoder_attentions, evaluation_mode
+from ..modules import LatentProjection
+from .factorise import orthonormal
+
+
+logger = logging.get_logger("hf_wsvd")
+
+HELD_OUT_EVERY = 8  # one group in so many shows whether the factors got better
+CHECKS = 5  # of the held-out groups, evenly over the steps
+WARM_UP = 10  # steps
+BETAS = (0.9, 0.95)
+LARGEST_GRADIENT = 1.0
+ROWS = 1024  # positions whose probabilities are in memory at a time
+
+
+def distill(
+    model: PreTrainedModel,
+    projections: list[LatentProjection],
+    answered: list[Answered],
+    *,
+    steps: int,
+    learning_rate: float,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Train the factors of `projections`, which stand in `model`, towards the dense model's recorded answers.
+
+    The loss is the KL divergence from the dense model's next-token distribution (its 64 most likely tokens, and all
+    others together) at every position of text. Adam with a cosine schedule works on fp32 masters; weights other than
+    the factors keep still. One group in eight is held out: the factors that do best on it, the given ones among them,
+    are kept, so that refinement never ends worse than it began there.
+
+    Args:
+        projections: in the model's dtype; those at full rank stay exact.
+        answered: groups of sequences with the dense model's answers, one a step.
+        steps: optimiser steps.
+        learning_rate: of Adam, for factors of balanced norms.
+        seed: of the order of groups.
+
+    Returns:
+        KL in nats a token on the held-out groups before and after.
+
+    Raises:
+        ValueError: there are no recorded answers.
+    """
+    if not answered:
+        raise ValueError(
+            'refinement="distillation" needs the dense model\'s answers, and the statistics hold none: collect them '
+            'with keep_answers=True, or choose refinement="none"'
+        )
+    cut = [projection for projection in projections if projection.up is not None]
+    held = answered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
+    trained = [group for group in answered if not any(group is one for one in held)] or answered
+    masters = [Master(projection) for projection in cut]
+    if not masters:
+        loss = _loss_of(model, held)
+        return loss, loss
+    parameters = [factor for master in masters for factor in master.factors]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=BETAS)
+    order = _order(len(trained), seed)
+    checks = {round(steps * (number + 1) / CHECKS) for number in range(CHECKS)}
+    with _training(model, masters):
+        before = best = _loss_of(model, held)
+        kept = copy.deepcopy(masters)
+        for step in logging.tqdm(range(1, steps + 1), desc="Refining", unit="step"):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
+            _backward(model, trained[next(order)])
+            for master in masters:
+                master.take_gradients(_scale(model))
+            torch.nn.utils.clip_grad_norm_(parameters, LARGEST_GRADIENT)
+            optimizer.step()
+            for master in masters:
+                master.write()
+            if step in checks and (loss := _loss_of(model, held)) < best:
+                best, kept = loss, copy.deepcopy(masters)
+    for master, projection in zip(kept, cut):
+        master.finish(projection)
+    logger.info(f"hf_wsvd: refinement took the held-out KL from {before:.4f} to {best:.4f} nats a token")
+    return before, best
+
+
+class Master:
+    """fp32 factors of one projection, at equal norms so that one learning rate suits both."""
+
+    def __init__(self, projection: LatentProjection):
+        self.projection = projection
+        down = projection.weight.detach().float().unflatten(0, (projection.heads, projection.rank))
+        up = projection.up.detach().float()
+        scale = (down.flatten(1).norm(dim=1) / up.flatten(1).norm(dim=1)).clamp_min(1e-12).sqrt()[:, None, None]
+        self.factors = [nn.Parameter(down / scale), nn.Parameter(up * scale)]
+
+    def __deepcopy__(self, memo: dict) -> Master:
+        new = self.__class__.__new__(self.__class__)
+        new.projection = self.projection
+        new.factors = [factor.detach().clone() for factor in self.factors]
+        return new
+
+    def take_gradients(self, scale: float) -> None:
+        """Move the projection's gradients here."""
+        down, up = self.factors
+        down.grad = self.projection.weight.grad.float().view_as(down).div_(scale)
+        up.grad = self.projection.up.grad.float().div_(scale)
+        self.projection.weight.grad = self.projection.up.grad = None
+
+    def write(self) -> None:
+        """Let the projection have these factors, rounded to its dtype."""
+        down, up = self.factors
+        self.projection.weight.data.copy_(down.detach().flatten(0, 1))
+        self.projection.up.data.copy_(up.detach())
+
+    def finish(self, projection: LatentProjection) -> None:
+        """Write the factors with orthonormal columns in `up`."""
+        down, up = orthonormal(*(factor.detach() for factor in self.factors))
+        projection.weight.data.copy_(down.flatten(0, 1))
+        projection.up.data.copy_(up)
+
+
+@contextmanager
+def _training(model: PreTrainedModel, masters: list[Master]) -> Iterator[None]:
+    """The factors alone take gradients, at balanced norms; on an error they are what they were."""
+    before = [
+        (master.projection, master.projection.weight.detach().clone(), master.projection.up.detach().clone())
+        for master in masters
+    ]
+    with ExitStack() as stack:
+        stack.enter_context(evaluation_mode(model))
+        stack.enter_context(frozen(model))
+        stack.enter_context(recomputed(model, decoder_attentions(model)))
+        for master in masters:
+            master.write()
+            for factor in (master.projection.weight, master.projection.up):
+                factor.requires_grad_(True)
+        try:
+            yield
+        except BaseException:
+            for projection, down, up in before:
+                projection.weight.data.copy_(down)
+                projection.up.data.copy_(up)
+            raise
+        finally:
+            for master in masters:
+                for factor in (master.projection.weight, master.projection.up):
+                    factor.requires_grad_(False)
+                    factor.grad = None
+
+
+def _backward(model: PreTrainedModel, group: Answered) -> None:
+    with torch.enable_grad():
+        (_scale(model) * _divergence(model, group)).backward()
+
+
+def _scale(model: PreTrainedModel) -> float:
+    return FP16_LOSS_SCALE if model.dtype == torch.float16 else 1.0
+
+
+@torch.no_grad()
+def _loss_of(model: PreTrainedModel, groups: list[Answered]) -> float:
+    """Mean KL over the positions of `groups`, nats a token."""
+    with evaluation_mode(model):
+        losses = [_divergence(model, group).item() * len(group.top) for group in groups]
+    return sum(losses) / sum(len(group.top) for group in groups)
+
+
+def _divergence(model: PreTrainedModel, group: Answered) -> Tensor:
+    """Mean KL(dense || model) over a group's positions."""
+    logits = model(**place(group.inputs, model), use_cache=False).logits[:, :-1]
+    logits = logits[group.positions.to(logits.device)]
+    parts = zip(
+        logits.split(ROWS),
+        group.top.to(logits.device, torch.int64).split(ROWS),
+        group.log_probabilities.to(logits.device).split(ROWS),
+    )
+    return sum(checkpoint(_part, *part, use_reentrant=False) for part in parts) / len(logits)
+
+
+def _part(logits: Tensor, top: Tensor, dense: Tensor) -> Tensor:
+    return divergences(dense, log_probabilities_of(logits, top)).sum()
+
+
+def _order(count: int, seed: int) -> Iterator[int]:
+    """Endless random orders of `count` groups."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(count, generator=generator).tolist()
