@@ -96,7 +96,7 @@ def fisher_solvers(results: dict[str, Any]) -> str:
         f"{results['in_features']:,} inputs at rank {results['rank']}; log-normal Fisher information, standard "
         f"deviation of its logarithm {results['spread']:g}; seconds are the median of {results['repeats']} runs"
     )
-    return _with_note(markdown_table(header, lines), note, results)
+    return with_note(markdown_table(header, lines), note, results)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
