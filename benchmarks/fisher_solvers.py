@@ -21,13 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tables import fisher_solvers
 from torch import Tensor
 
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
 from hf_wsvd.fit import factorise
 from hf_wsvd.fit.fisher import Refined, fisher_loss, refine_adam, refine_alternating
+from tables import fisher_solvers
 
 
 def main() -> None:

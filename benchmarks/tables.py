@@ -3,7 +3,8 @@
     python benchmarks/tables.py            # rewrite
     python benchmarks/tables.py --check    # exit with 1 if a committed table is not what its results say
 
-A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json.
+A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json. Nothing between
+them stands for results that do not exist yet.
 """
 
 import json
@@ -13,7 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fit_tables import fit_smollm2, fit_time_h200, fit_vlm
 from hf_wsvd.evaluate.tables import markdown_table
+from record import with_note
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +40,7 @@ def demo(results: dict[str, Any]) -> str:
         f"{results['rows'][0]['accuracy']['all']['total']} questions, {results['questions_per_type']} of each type, "
         f"seed {results['seed']}; KL to the dense model at the answers of {results['compared_questions']} of them"
     )
-    return _with_note(markdown_table(header, lines), note, results)
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def smollm2_rank(results: dict[str, Any]) -> str:
@@ -55,7 +58,7 @@ def smollm2_rank(results: dict[str, Any]) -> str:
         f"{results['model']}; {tokens}, windows of {results['window']:,} by {results['stride']}; calibrated on "
         f"{results['calibration']['tokens']:,} other tokens; decode steps at {results['context']:,} cached tokens"
     )
-    return _with_note(markdown_table(header, lines), note, results)
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def decode_cpu(results: dict[str, Any]) -> str:
@@ -71,7 +74,7 @@ def decode_cpu(results: dict[str, Any]) -> str:
         for row in results["rows"]
     ]
     note = f"{results['model']}; {results['context']:,} cached tokens"
-    return _with_note(markdown_table(header, lines), note, results)
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def fisher_solvers(results: dict[str, Any]) -> str:
@@ -93,22 +96,31 @@ def fisher_solvers(results: dict[str, Any]) -> str:
         f"{results['in_features']:,} inputs at rank {results['rank']}; log-normal Fisher information, standard "
         f"deviation of its logarithm {results['spread']:g}; seconds are the median of {results['repeats']} runs"
     )
-    return _with_note(markdown_table(header, lines), note, results)
+    return with_note(markdown_table(header, lines), note, results)
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
     "smollm2_rank": smollm2_rank,
     "decode_cpu": decode_cpu,
+    "fit_vlm": fit_vlm,
+    "fit_smollm2": fit_smollm2,
+    "fit_time_h200": fit_time_h200,
 }
 
 
 def rewritten(text: str, results_folder: Path) -> str:
-    """`text` with every table made anew; KeyError for an unknown name, FileNotFoundError without results."""
+    """`text` with every table made anew.
+
+    Raises KeyError for an unknown name, FileNotFoundError for a table without results.
+    """
 
     def block(match: re.Match) -> str:
         name = match.group(2)
-        results = json.loads((results_folder / f"{name}.json").read_text(encoding="utf-8"))
+        path, empty = results_folder / f"{name}.json", match.group(0) == match.group(1) + match.group(3)
+        if empty and not path.exists():
+            return match.group(0)
+        results = json.loads(path.read_text(encoding="utf-8"))
         return f"{match.group(1)}{TABLES[name](results)}\n{match.group(3)}"
 
     return BLOCK.sub(block, text)
@@ -131,14 +143,6 @@ def main() -> int:
     for page in stale:
         print(page.relative_to(ROOT), "is out of date" if "--check" in sys.argv else "rewritten")
     return 1 if stale and "--check" in sys.argv else 0
-
-
-def _with_note(table: str, note: str, results: dict[str, Any]) -> str:
-    """The table and below it what it was measured on and by which command."""
-    where = results["environment"]
-    load = f"threads: {where['threads']}, load average {where['load_average']}"
-    versions = f"transformers {where['transformers']}, torch {where['torch']}"
-    return f"{table}\n\n{note}. {where['device']}, {load}, {versions}. `{results['command']}`"
 
 
 if __name__ == "__main__":
