@@ -86,7 +86,7 @@ class VisionTask(Task):
 
     def calibration(self, seed: int) -> list[Batch]:
         rows = question_rows(seed, self.settings["calibration_questions_per_type"], split="train")
-        return list(answer_batches(self.processor, rows, 32))
+        return list(answer_batches(self.processor, rows, 24))
 
     def own_scores(self, sums: SequenceSums) -> dict[str, Score]:
         """Accuracies: an answer is right if all of its tokens are, see the docstring of accuracy.py."""

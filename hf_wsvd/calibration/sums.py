@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 
 import torch
@@ -9,6 +10,16 @@ from torch import Tensor
 
 
 FREE_SHARE = 0.4  # of a device's free memory that sums may take
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device; 0 where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not on every system
+        return 0
 
 
 class Sums:
@@ -38,7 +49,7 @@ class Sums:
     def _home(self, device: torch.device) -> torch.device:
         if device not in self._homes:
             home = device
-            if device.type == "cuda" and self.needed > FREE_SHARE * torch.cuda.mem_get_info(device)[0]:
+            if device.type == "cuda" and self.needed > FREE_SHARE * free_bytes(device):
                 home = torch.device("cpu")
             self._homes[device] = home
         return self._homes[device]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..calibration.answers import Answered, divergences, log_probabilities_of
 from ..calibration.chat import place
 from ..calibration.collect import FP16_LOSS_SCALE, frozen, recomputed
+from ..calibration.sums import FREE_SHARE, free_bytes
 from ..decoder import decoder_attentions, evaluation_mode
 from ..modules import LatentProjection
 from .factorise import orthonormal
@@ -26,6 +27,7 @@ logger = logging.get_logger("hf_wsvd")
 HELD_OUT_EVERY = 8  # one group in so many shows whether the factors got better
 CHECKS = 5  # of the held-out groups, evenly over the steps
 WARM_UP = 10  # steps
+ACTIVATION_BYTES = 64  # of one layer and token, in units of the hidden size: what autograd keeps of a Llama layer
 BETAS = (0.9, 0.95)
 LARGEST_GRADIENT = 1.0
 ROWS = 1024  # positions whose probabilities are in memory at a time
@@ -76,7 +78,7 @@ def distill(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=BETAS)
     order = _order(len(trained), seed)
     checks = {round(steps * (number + 1) / CHECKS) for number in range(CHECKS)}
-    with _training(model, masters):
+    with _training(model, masters, max(group.tokens for group in answered)):
         before = best = _loss_of(model, held)
         kept = copy.deepcopy(masters)
         for step in logging.tqdm(range(1, steps + 1), desc="Refining", unit="step"):
@@ -134,8 +136,12 @@ class Master:
 
 
 @contextmanager
-def _training(model: PreTrainedModel, masters: list[Master]) -> Iterator[None]:
-    """The factors alone take gradients, at balanced norms; on an error they are what they were."""
+def _training(model: PreTrainedModel, masters: list[Master], tokens: int) -> Iterator[None]:
+    """The factors alone take gradients, at balanced norms; on an error they are what they were.
+
+    Args:
+        tokens: of the largest group.
+    """
     before = [
         (master.projection, master.projection.weight.detach().clone(), master.projection.up.detach().clone())
         for master in masters
@@ -143,7 +149,9 @@ def _training(model: PreTrainedModel, masters: list[Master]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(evaluation_mode(model))
         stack.enter_context(frozen(model))
-        stack.enter_context(recomputed(model, decoder_attentions(model)))
+        stack.enter_context(_precision(model))
+        if not _activations_fit(model, tokens):
+            stack.enter_context(recomputed(model, decoder_attentions(model)))
         for master in masters:
             master.write()
             for factor in (master.projection.weight, master.projection.up):
@@ -160,6 +168,20 @@ def _training(model: PreTrainedModel, masters: list[Master]) -> Iterator[None]:
                 for factor in (master.projection.weight, master.projection.up):
                     factor.requires_grad_(False)
                     factor.grad = None
+
+
+def _precision(model: PreTrainedModel) -> AbstractContextManager:
+    """bfloat16 arithmetic for fp32 models on a GPU that has it; the masters stay in fp32."""
+    if model.dtype == torch.float32 and model.device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+    return nullcontext()
+
+
+def _activations_fit(model: PreTrainedModel, tokens: int) -> bool:
+    """Whether activations of so many tokens fit into memory; else layers run again in the backward pass."""
+    config = model.config.get_text_config(decoder=True)
+    needed = ACTIVATION_BYTES * tokens * config.hidden_size * config.num_hidden_layers
+    return needed < FREE_SHARE * free_bytes(model.device)
 
 
 def _backward(model: PreTrainedModel, group: Answered) -> None:
