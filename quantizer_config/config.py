@@ -94,7 +94,7 @@ class WSVDConfig(QuantizationConfigMixin):
         damping: float = 1e-4,
         gradient_damping: float = 0.1,
         refinement: str | None = None,
-        refinement_steps: int = 100,
+        refinement_steps: int = 60,
         refinement_learning_rate: float = 5e-4,
         seed: int = 0,
         calibration: Any = None,

@@ -57,7 +57,7 @@ def compress(
             help="distillation (the factors learn the dense model's answers; best on a GPU), fisher or none."
         ),
     ] = None,
-    refinement_steps: Annotated[int, typer.Option(min=1, help="Steps of the distillation.")] = 100,
+    refinement_steps: Annotated[int, typer.Option(min=1, help="Steps of the distillation.")] = 60,
     dataset: Dataset = None,
     dataset_name: DatasetName = None,
     split: Split = None,
