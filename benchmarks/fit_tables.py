@@ -158,7 +158,7 @@ class Grid:
 
     def note(self) -> str:
         """How many seeds, and how much of every head two methods keep on average."""
-        text = f"mean ± standard deviation over {len(self.seeds)} calibration seed{'s'[: len(self.seeds) > 1]}"
+        text = f"mean ± standard deviation over {len(self.seeds)} calibration seeds"
         for method in ("wsvd", "wsvd+allocation"):
             kept = [self.shares.get((method, ratio)) for ratio in self.ratios]
             if None not in kept:
