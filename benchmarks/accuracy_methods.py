@@ -90,7 +90,8 @@ def spearman(first: list[float], second: list[float]) -> float:
     centred = []
     for values in (first, second):
         x = torch.tensor(values, dtype=torch.float64)
-        ranks = (x[:, None] > x).sum(1) + ((x[:, None] == x).sum(1) - 1) / 2
+        below, equal = (x[:, None] > x).sum(1), (x[:, None] == x).sum(1)
+        ranks = below.double() + (equal - 1).double() / 2
         centred.append(ranks - ranks.mean())
     return float((centred[0] @ centred[1]) / (centred[0].norm() * centred[1].norm()))
 

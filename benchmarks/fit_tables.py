@@ -157,13 +157,15 @@ class Grid:
         )
 
     def note(self) -> str:
-        """How many seeds, and the share of the dense cache that the ranks of two methods really take."""
-        shares = {}
+        """How many seeds, and how much of every head two methods keep on average."""
+        text = f"mean ± standard deviation over {len(self.seeds)} calibration seeds"
         for method in ("wsvd", "wsvd+allocation"):
-            if method in self.methods:
-                shares[method] = " ".join(f"{100 * self.shares[method, ratio]:.1f}" for ratio in self.ratios)
-        taken = ", ".join(f"{method} {values}" for method, values in shares.items())
-        return f"mean ± standard deviation over {len(self.seeds)} calibration seeds; % of the KV bytes taken: {taken}"
+            kept = [self.shares.get((method, ratio)) for ratio in self.ratios]
+            if None not in kept:
+                text += (
+                    f"; {method} keeps {' '.join(f'{100 * share:.1f}' for share in kept)} % of the heads' dimensions"
+                )
+        return text
 
 
 def number(value: float) -> str:
