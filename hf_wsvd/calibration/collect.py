@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial as bound
+from os import PathLike
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..decoder import DecoderAttention, decoder_attentions, evaluation_mode
+from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
 from .batches import IGNORED, Batch, recorded_source
 from .chat import place
-from .data import calibration_info, validate_batches
-from .grouping import grouped
+from .data import validate_batches
+from .grouping import groups_of, joined
+from .modes import frozen, recomputed
+from .progress import Progress
 from .samples import keep_samples
-from .statistics import Side, Statistics
+from .statistics import Side, Statistics, dtype_name
 from .sums import Sums
 
 
@@ -32,7 +35,13 @@ FP16_LOSS_SCALE = 2.0**12
 
 
 def collect_statistics(
-    model: PreTrainedModel, batches: Iterable[Batch], *, fisher: bool = False, keep_answers: bool = True
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    *,
+    fisher: bool = False,
+    keep_answers: bool = True,
+    partial: str | PathLike[str] | None = None,
+    save_every: float = 300.0,
 ) -> Statistics:
     """Run `batches` forward and backward through the dense model and accumulate what a fit needs.
 
@@ -46,29 +55,26 @@ def collect_statistics(
         batches: model inputs, with `input_ids` or `inputs_embeds`; on any device.
         fisher: also the element-wise Fisher information, one number a weight, which `refinement="fisher"` needs.
         keep_answers: keep the inputs and the dense model's answers, which `refinement="distillation"` needs.
+        partial: a file for the running state, with the inputs seen so far. It is written every `save_every` seconds
+            and when an error or Ctrl-C ends the run. If it is there at the start, the run goes on from it, with the
+            same result as if it had never stopped. It stays until the caller removes it, having stored the result.
+        save_every: seconds.
 
     Raises:
-        ValueError: no batch, wrong columns, weights that are offloaded, no labelled token, or activations or
-            gradients that are not finite.
+        ValueError: no batch, wrong columns, weights that are offloaded, no layer to measure, no labelled token, or
+            activations or gradients that are not finite; a `partial` that is damaged, or of another model, other
+            options or other data.
     """
     collector = Collector(model, fisher=fisher, keep_answers=keep_answers)
-
-    def run() -> Iterator[Batch]:
-        seen: list[Batch] = []  # by `grouped`, which looks one batch ahead
-
-        def checked() -> Iterator[Batch]:
-            for batch in validate_batches(batches, model):
-                seen.append(batch)
-                yield batch
-
-        for group in grouped(checked()):
-            collector.add(group)
-            yield from seen
-            seen.clear()
-
-    with collector.hooked():
-        info = {**calibration_info(run()), **recorded_source(batches)}
-    return collector.statistics(info)
+    progress, checked = Progress(collector, partial, save_every), validate_batches(batches, model)
+    progress.resume(checked)
+    with collector.hooked(), progress.kept():
+        for members in groups_of(checked):
+            with progress.group(members):
+                collector.add(joined(members))
+    collector.check()
+    progress.save()
+    return collector.statistics({**progress.contents.info(), **recorded_source(batches)})
 
 
 class Collector:
@@ -77,6 +83,8 @@ class Collector:
     def __init__(self, model: PreTrainedModel, *, fisher: bool, keep_answers: bool):
         self.model, self.fisher, self.keep_answers = model, fisher, keep_answers
         self.attentions = decoder_attentions(model)
+        if not self.attentions:
+            raise ValueError(f"{type(model).__name__} has no attention with separate k_proj and v_proj to calibrate")
         offloaded = [a.side_name("k") for a in self.attentions if a.module.k_proj.weight.device.type == "meta"]
         if offloaded:
             raise ValueError(
@@ -108,10 +116,10 @@ class Collector:
             stack.enter_context(frozen(self.model))
             stack.enter_context(recomputed(self.model, self.attentions))
             for attention in self.attentions:
-                hook = attention.module.k_proj.register_forward_pre_hook(partial(self._see_input, attention.layer))
+                hook = attention.module.k_proj.register_forward_pre_hook(bound(self._see_input, attention.layer))
                 stack.callback(hook.remove)
             for side, projection in self.projections.items():
-                stack.callback(projection.register_forward_hook(partial(self._see_output, side)).remove)
+                stack.callback(projection.register_forward_hook(bound(self._see_output, side)).remove)
             embedding = self.model.get_input_embeddings().register_forward_hook(_require_gradient)
             stack.callback(embedding.remove)
             yield
@@ -144,36 +152,75 @@ class Collector:
         self.sequences += int(chosen.any(1).sum())
         self.labelled += int(chosen.sum())
 
-    def statistics(self, info: dict[str, Any]) -> Statistics:
-        """The means. Raises ValueError if nothing was attended or labelled, or sums are not finite."""
-        if info["tokens"] == 0:
+    def check(self) -> None:
+        """Raise ValueError if nothing was attended or labelled, or sums are not finite; warn of too few tokens."""
+        if self.tokens == 0:
             raise ValueError("calibration data attend to no token: every attention_mask is zero")
         if self.sequences == 0:
             raise ValueError("calibration data hold no answer: all labels are -100, so no gradient can be measured")
-        result = Statistics(samples=self.samples, answered=self.answered, info=info)
         for attention in self.attentions:
-            gram = self.sums.mean(("gram", attention.layer), self.tokens)
-            if not torch.isfinite(gram).all():
+            if not torch.isfinite(self.sums.values["gram", attention.layer]).all():
                 raise ValueError(
                     f"the inputs of {attention.side_name('k')} are not finite (NaN or infinity) on the calibration "
                     "data; check the data, or load the model in bfloat16 or float32"
                 )
-            result.gram[attention.layer] = gram
-        for side, projection in self.projections.items():
-            heads = self._heads(side)
-            weight = projection.weight.detach().double().unflatten(0, (heads, -1))
-            result.weight[side] = (weight @ weight.mT).cpu()
-            result.output[side] = (weight @ result.gram[side[0]].to(weight) @ weight.mT).cpu()
-            energy = self.sums.mean(("energy", side), self.sequences)
-            result.gradient[side] = self.sums.mean(("gradient", side), self.sequences) * energy
-            if not torch.isfinite(result.gradient[side]).all():
+        for side in self.projections:
+            if not all(torch.isfinite(self.sums.values[kind, side]).all() for kind in ("gradient", "energy")):
                 raise ValueError(
                     f"the gradients of layer {side[0]}'s {side[1]}_proj are not finite (NaN or infinity) on the "
                     "calibration data; load the model in bfloat16 or float32"
                 )
+        inputs = max(attention.module.k_proj.in_features for attention in self.attentions)
+        head_dim = max(attention.head_dim for attention in self.attentions)
+        for count, needed, what, moment in (
+            (self.tokens, inputs, "tokens", f"{inputs:,} inputs"),
+            (self.labelled, head_dim, "answer tokens", f"gradients of heads of {head_dim:,}"),
+        ):
+            if count < needed:
+                logger.warning(
+                    f"hf_wsvd: calibration data hold {count:,} {what} in {self.sequences:,} sequences with an answer, "
+                    f"fewer than the {needed:,} that the second moment of {moment} needs: it is singular, and "
+                    "directions that the data never showed are guessed; use more sequences"
+                )
+
+    def statistics(self, info: dict[str, Any]) -> Statistics:
+        """The means. The sums are given up."""
+        grams, outputs, weights, gradients, fisher = {}, {}, {}, {}, {}
+        for attention in self.attentions:
+            grams[attention.layer] = self.sums.take_mean(("gram", attention.layer), self.tokens)
+        for side, projection in self.projections.items():
+            weight = projection.weight.detach().double().unflatten(0, (self._heads(side), -1))
+            weights[side] = (weight @ weight.mT).cpu()
+            outputs[side] = (weight @ grams[side[0]].to(weight) @ weight.mT).cpu()
+            energy = self.sums.take_mean(("energy", side), self.sequences)
+            gradients[side] = self.sums.take_mean(("gradient", side), self.sequences) * energy
             if self.fisher:
-                result.fisher[side] = self.sums.mean(("fisher", side), self.sequences).float()
-        return result
+                fisher[side] = self.sums.take_mean(("fisher", side), self.sequences).float()
+        return Statistics(
+            grams,
+            outputs,
+            weights,
+            gradients,
+            fisher,
+            answered=self.answered,
+            samples=self.samples,
+            info=info,
+            decoder_shape=decoder_shape(self.model),
+            dtype=dtype_name(self.model),
+        )
+
+    def sum_shapes(self) -> dict[tuple[str, Any], tuple[int, ...]]:
+        """Key to shape of every sum that is measured."""
+        shapes: dict[tuple[str, Any], tuple[int, ...]] = {}
+        for attention in self.attentions:
+            shapes["gram", attention.layer] = (attention.module.k_proj.in_features,) * 2
+        for side, projection in self.projections.items():
+            heads = self._heads(side)
+            shapes["gradient", side] = (heads, *(projection.out_features // heads,) * 2)
+            shapes["energy", side] = ()
+            if self.fisher:
+                shapes["fisher", side] = tuple(projection.weight.shape)
+        return shapes
 
     def _labels(self, batch: Batch, inputs: Batch, counted: Tensor) -> Tensor | None:
         """`[B, S - 1]`: the token that each position should predict, -100 where none counts."""
@@ -207,7 +254,7 @@ class Collector:
 
     def _see_output(self, side: Side, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         if not self._backward and output.requires_grad:
-            output.register_hook(partial(self._see_gradient, side))
+            output.register_hook(bound(self._see_gradient, side))
 
     def _see_gradient(self, side: Side, gradient: Tensor) -> None:
         gradient = gradient.float() / self._scale
@@ -227,38 +274,7 @@ class Collector:
         return attention.heads_of(side[1])
 
     def _needed_bytes(self) -> int:
-        grams = sum(8 * a.module.k_proj.in_features**2 for a in self.attentions)
-        return grams + (sum(8 * p.weight.numel() for p in self.projections.values()) if self.fisher else 0)
-
-
-@contextmanager
-def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """No parameter takes a gradient inside; outside each is as it was."""
-    taking = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in taking:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in taking:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def recomputed(model: PreTrainedModel, attentions: list[DecoderAttention]) -> Iterator[None]:
-    """Every decoder layer keeps its input alone for the backward pass and runs again there."""
-    layers = [model.get_submodule(attention.name.rpartition(".")[0]) for attention in attentions]
-    forwards = [(layer, vars(layer).get("forward")) for layer in layers]
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for layer, forward in forwards:
-            if forward is None:
-                del layer.forward
-            else:  # a hook of accelerate
-                layer.forward = forward
+        return sum(8 * math.prod(shape) for shape in self.sum_shapes().values())
 
 
 def _require_gradient(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
