@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
 from typing import Any
 
 import torch
@@ -10,7 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
-from .calibration import Statistics, collect_statistics, default_calibration
+from .calibration import (
+    Statistics,
+    check_statistics_of,
+    collect_statistics,
+    default_calibration,
+    load_statistics,
+)
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
@@ -26,11 +33,11 @@ def fit_latents(
     model: PreTrainedModel,
     config: WSVDConfig,
     *,
-    calibration: Iterable[dict[str, Tensor]] | None = None,
-    statistics: Statistics | None = None,
+    calibration: Iterable[dict[str, Tensor]] | str | PathLike[str] | None = None,
+    statistics: Statistics | str | PathLike[str] | None = None,
     processor: Any = None,
 ) -> None:
-    """Calibrate (unless `statistics` are given), fit the factors, exchange the modules and bind.
+    """Calibrate (unless `statistics` are given, or a file of them), fit the factors, exchange the modules and bind.
 
     On success `config` holds what was done: ranks, key layouts, records of calibration and fit, decoder shape. After
     a failure the model is as it was.
@@ -38,6 +45,12 @@ def fit_latents(
     targets(model, config)  # before any long work
     shape = decoder_shape(model)
     if statistics is None:
+        statistics = calibration if isinstance(calibration, str | PathLike) else None
+    if isinstance(statistics, str | PathLike):
+        statistics = load_statistics(statistics, model)
+    elif statistics is not None:
+        check_statistics_of(statistics, model)
+    else:
         if calibration is None:
             calibration = default_calibration(model, processor)
         statistics = collect_statistics(

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..decoder import DecoderAttention
+
+
+# Gradients of half-precision models would vanish in fp16; a power of two scales them without rounding.
+FP16_LOSS_SCALE = 2.0**12
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from .tensor_file import Entry, Taken, expect, read_tensors, write_tensors
 
 
 if TYPE_CHECKING:
-    from .collect import Collector
+    from .collector import Collector
 
 logger = logging.get_logger("hf_wsvd")
 

@@ -77,8 +77,8 @@ def fitted(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics) -
     Inside, the model is a plain model with low-rank weights: nothing is bound to a latent cache.
 
     Raises:
-        ValueError: statistics of another model or dtype, or without what the method or the refinement needs; ranks that do
-            not fit the model or its budget; a weight with NaN or infinity.
+        ValueError: statistics of another model or dtype, or without what the method or the refinement needs; ranks
+            that do not fit the model or its budget; a weight with NaN or infinity.
     """
     check_statistics_of(statistics, model)
     fit = Fit(*_planned(model, config, statistics))
