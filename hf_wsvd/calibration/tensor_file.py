@@ -55,7 +55,7 @@ def write_tensors(path: Path, key: str, header: dict[str, Any], tensors: Iterabl
     table: dict[str, Any] = {"__metadata__": {"format": "pt", key: json.dumps(header)}}
     end = 0
     # Large elements first: every tensor then starts at a multiple of its element's size, as readers want it.
-    tensors.sort(key=lambda entry: -entry.dtype.itemsize)
+    tensors.sort(key=lambda entry: (-entry.dtype.itemsize, entry.name))
     for entry in tensors:
         if entry.dtype not in DTYPES:
             raise ValueError(f"{entry.name} cannot be stored: it is {entry.dtype}")
