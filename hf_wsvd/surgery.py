@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ def fit_latents(
     """
     targets(model, config)  # before any long work
     shape = decoder_shape(model)
-    if statistics is None:
-        statistics = calibration if isinstance(calibration, str | PathLike) else None
+    if statistics is None and isinstance(calibration, str | PathLike):
+        if not Path(calibration).exists():
+            raise ValueError(
+                f"calibration={str(calibration)!r} does not exist: a {type(calibration).__name__} must be a file of "
+                "statistics; data are model-input dicts, see load_calibration"
+            )
+        statistics = calibration
     if isinstance(statistics, str | PathLike):
         statistics = load_statistics(statistics, model)
     elif statistics is not None:
