@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .batches import Batch, recorded_source
 from .collector import Collector
 from .data import validate_batches
-from .grouping import groups_of, joined
+from .grouping import groups_of
 from .progress import Progress
 from .statistics import Statistics
 
@@ -52,7 +52,7 @@ def collect_statistics(
     with collector.hooked(), progress.kept():
         for members in groups_of(checked):
             with progress.group(members):
-                collector.add(joined(members))
+                collector.add(members)
     collector.check()
     progress.save()
     return collector.statistics({**progress.contents.info(), **recorded_source(batches)})

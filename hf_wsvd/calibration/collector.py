@@ -18,6 +18,7 @@ from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
 from .batches import IGNORED, Batch
 from .chat import place
+from .grouping import joined
 from .modes import FP16_LOSS_SCALE, frozen, recomputed
 from .samples import keep_samples
 from .statistics import Side, Statistics, dtype_name
@@ -74,9 +75,11 @@ class Collector:
             stack.callback(embedding.remove)
             yield
 
-    def add(self, batch: Batch) -> None:
-        """One batch forward and backward."""
-        keep_samples(self.samples, batch, self.model.dtype)
+    def add(self, members: list[Batch]) -> None:
+        """Batches that can be joined, forward and backward as one."""
+        for batch in members:  # one by one: joined, a row with images would be kept with its padding
+            keep_samples(self.samples, batch, self.model.dtype)
+        batch = joined(members)
         inputs = place({name: value for name, value in batch.items() if name != "labels"}, self.model)
         if "inputs_embeds" in inputs:
             inputs["inputs_embeds"] = inputs["inputs_embeds"].detach().requires_grad_()
