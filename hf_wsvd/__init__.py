@@ -6,7 +6,13 @@ with transformers.
 
 from .attention import register_attention
 from .cache import WSVDCache, cache_nbytes
-from .calibration import collect_statistics, default_calibration, load_calibration
+from .calibration import (
+    collect_statistics,
+    default_calibration,
+    load_calibration,
+    load_statistics,
+    save_statistics,
+)
 from .hub import model_card, push_to_hub
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import WSVDConfig
@@ -28,8 +34,10 @@ __all__ = [
     "compress",
     "default_calibration",
     "load_calibration",
+    "load_statistics",
     "model_card",
     "push_to_hub",
     "renew_self_check",
+    "save_statistics",
     "verify",
 ]

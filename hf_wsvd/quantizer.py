@@ -115,8 +115,8 @@ def compress(
     model: PreTrainedModel,
     config: WSVDConfig | None = None,
     *,
-    calibration: Iterable[dict[str, Tensor]] | None = None,
-    statistics: Statistics | None = None,
+    calibration: Iterable[dict[str, Tensor]] | str | os.PathLike[str] | None = None,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
     processor: Any = None,
 ) -> PreTrainedModel:
     """Compress a loaded dense model in place, as `from_pretrained(..., quantization_config=config)` would.
@@ -124,9 +124,10 @@ def compress(
     Args:
         model: any supported decoder or vision-language model, not quantized.
         config: ranks; the default keeps half of every head.
-        calibration: model-input dicts to calibrate on; None takes `config.calibration`, or the default set.
-        statistics: what `collect_statistics` returned on the same dense model; then no calibration is run. Useful to
-            try several ratios.
+        calibration: model-input dicts to calibrate on, or a file of statistics; None takes `config.calibration`, or
+            the default set.
+        statistics: what `collect_statistics` returned on the same dense model, or a file that `save_statistics` or
+            `hf-wsvd calibrate` wrote; then no calibration is run. Useful to try several ratios.
         processor: for the default set, when it cannot be loaded from where the model came from.
 
     Returns:

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .calibration.answers import TOP
 from .calibration.samples import MAX_SAMPLES, runs_along_tokens
+from .calibration.tensor_file import DTYPES, INPUT_NAME, NOT_INPUTS
 from .self_check import PARTS, Distance, Sample, SelfCheck, self_check_of, set_self_check
 
 
@@ -29,13 +30,6 @@ MAX_FILE_BYTES = 16 * 2**20  # what is written stays far below
 FORMAT_VERSION = 1
 KEY = "self_check"  # of the JSON in the file's metadata
 ANSWERS = ("top", "dense", "compressed")
-INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-# Arguments of a forward that say what to compute instead of what on.
-NOT_INPUTS = ("labels", "cache", "past_key_values", "use_cache", "return_dict")
-INPUT_DTYPES = (
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
 
 
 def save_self_check(model: PreTrainedModel, folder: Path) -> None:
@@ -165,7 +159,7 @@ def _checked_sample(number: int, split: Any, tensors: dict[str, Tensor]) -> Samp
     _expect(set(answers) == set(ANSWERS), f"sample {number} has answers {sorted(answers)}, wanted {sorted(ANSWERS)}")
     for name, value in inputs.items():
         named = INPUT_NAME.fullmatch(name) and name not in NOT_INPUTS
-        _expect(bool(named) and value.dtype in INPUT_DTYPES, f"sample {number} has an input {name!r} of {value.dtype}")
+        _expect(bool(named) and value.dtype in DTYPES, f"sample {number} has an input {name!r} of {value.dtype}")
         finite = not value.is_floating_point() or bool(torch.isfinite(value).all())
         _expect(finite, f"input {name!r} of sample {number} is not finite")
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")

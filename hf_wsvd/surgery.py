@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
-from .calibration import Statistics, collect_statistics, default_calibration
+from .calibration import (
+    Statistics,
+    check_statistics_of,
+    collect_statistics,
+    default_calibration,
+    load_statistics,
+)
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
@@ -26,18 +34,29 @@ def fit_latents(
     model: PreTrainedModel,
     config: WSVDConfig,
     *,
-    calibration: Iterable[dict[str, Tensor]] | None = None,
-    statistics: Statistics | None = None,
+    calibration: Iterable[dict[str, Tensor]] | str | PathLike[str] | None = None,
+    statistics: Statistics | str | PathLike[str] | None = None,
     processor: Any = None,
 ) -> None:
-    """Calibrate (unless `statistics` are given), fit the factors, exchange the modules and bind.
+    """Calibrate (unless `statistics` are given, or a file of them), fit the factors, exchange the modules and bind.
 
     On success `config` holds what was done: ranks, key layouts, records of calibration and fit, decoder shape. After
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
     shape = decoder_shape(model)
-    if statistics is None:
+    if statistics is None and isinstance(calibration, str | PathLike):
+        if not Path(calibration).exists():
+            raise ValueError(
+                f"calibration={str(calibration)!r} does not exist: a {type(calibration).__name__} must be a file of "
+                "statistics; data are model-input dicts, see load_calibration"
+            )
+        statistics = calibration
+    if isinstance(statistics, str | PathLike):
+        statistics = load_statistics(statistics, model)
+    elif statistics is not None:
+        check_statistics_of(statistics, model)
+    else:
         if calibration is None:
             calibration = default_calibration(model, processor)
         statistics = collect_statistics(

@@ -111,24 +111,40 @@ def validate_batches(batches: Any, model: PreTrainedModel, *, description: str =
         raise ValueError("Calibration data is empty: no batch to run the model on")
 
 
+class Contents:
+    """Counts and digest of a calibration set, as it is seen batch by batch."""
+
+    def __init__(self) -> None:
+        self.batches = self.samples = self.tokens = 0
+        self._digest = hashlib.sha256()
+
+    def add(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """One batch more."""
+        first = batch.get("input_ids", batch.get("inputs_embeds"))
+        self.batches += 1
+        self.samples += first.shape[0]
+        mask = batch.get("attention_mask")
+        attended = first.shape[0] * first.shape[1] if mask is None or mask.ndim != 2 else int((mask != 0).sum())
+        self.tokens += attended
+        for name in sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor)):
+            value = batch[name].detach().cpu().contiguous()
+            self._digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
+            self._digest.update(value.flatten().view(torch.uint8).numpy().data)  # bytes: numpy has no bfloat16
+
+    def info(self) -> dict[str, Any]:
+        """`samples`, `tokens` (attended ones) and `sha256` of what was seen so far."""
+        return {"samples": self.samples, "tokens": self.tokens, "sha256": self._digest.hexdigest()}
+
+
 def calibration_info(batches: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
     """What a checkpoint records of its calibration set: `samples`, `tokens` (attended ones), `sha256` of the contents.
 
     The digest covers names, dtypes, shapes and values, in order, so equal sets in unequal batches differ.
     """
-    samples = tokens = 0
-    digest = hashlib.sha256()
+    contents = Contents()
     for batch in batches:
-        first = batch.get("input_ids", batch.get("inputs_embeds"))
-        samples += first.shape[0]
-        mask = batch.get("attention_mask")
-        attended = first.shape[0] * first.shape[1] if mask is None or mask.ndim != 2 else int((mask != 0).sum())
-        tokens += attended
-        for name in sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor)):
-            value = batch[name].detach().cpu().contiguous()
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-            digest.update(value.flatten().view(torch.uint8).numpy().data)  # bytes: numpy has no bfloat16
-    return {"samples": samples, "tokens": tokens, "sha256": digest.hexdigest()}
+        contents.add(batch)
+    return contents.info()
 
 
 def _checked(batch: Any, number: int, arguments: set[str], model: PreTrainedModel) -> Batch:

@@ -21,14 +21,19 @@ def grouped(batches: Iterable[Batch], max_tokens: int = GROUP_TOKENS) -> Iterato
     Only batches of token columns and of columns that models take concatenated along their first axis are joined;
     a batch that is larger than `max_tokens` passes as it is.
     """
+    yield from map(joined, groups_of(batches, max_tokens))
+
+
+def groups_of(batches: Iterable[Batch], max_tokens: int = GROUP_TOKENS) -> Iterator[list[Batch]]:
+    """What `grouped` joins. Where one group ends depends on its own batches and the next one alone."""
     held: list[Batch] = []
     for batch in batches:
         if held and not (_alike(held[-1], batch) and _tokens([*held, batch]) <= max_tokens):
-            yield joined(held)
+            yield held
             held = []
         held.append(batch)
     if held:
-        yield joined(held)
+        yield held
 
 
 def joined(batches: list[Batch]) -> Batch:

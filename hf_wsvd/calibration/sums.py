@@ -32,19 +32,28 @@ class Sums:
     def __init__(self, needed: int):
         self.needed = needed
         self.values: dict[Hashable, Tensor] = {}
+        self._resumed: set[Hashable] = set()  # sums of an earlier run, on the CPU until the first addition
         self._homes: dict[torch.device, torch.device] = {}
+
+    def resume(self, values: dict[Hashable, Tensor]) -> None:
+        """Go on from the sums of an earlier run."""
+        self.values = values
+        self._resumed = set(values)
 
     def add(self, key: Hashable, value: Tensor) -> None:
         """Add `value` to the sum `key`."""
+        if key in self._resumed:
+            self.values[key] = self.values[key].to(self._home(value.device))
+            self._resumed.remove(key)
         present = self.values.get(key)
         if present is None:
-            self.values[key] = value.to(self._home(value.device), torch.float64)
+            self.values[key] = value.to(self._home(value.device), torch.float64, copy=True)
         else:
             present += value.to(present.device)
 
-    def mean(self, key: Hashable, count: int) -> Tensor:
-        """The sum over `count`, on the CPU."""
-        return self.values[key].cpu() / count
+    def take_mean(self, key: Hashable, count: int) -> Tensor:
+        """The sum over `count`, on the CPU; the sum is given up, so that both never lie in memory together."""
+        return self.values.pop(key).cpu().div_(count)
 
     def _home(self, device: torch.device) -> torch.device:
         if device not in self._homes:

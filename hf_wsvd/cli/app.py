@@ -8,6 +8,7 @@ import typer
 from transformers.utils import logging
 
 from .. import __version__
+from .calibrate import calibrate
 from .compress import compress
 from .demo import demo
 from .inspect import inspect
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(calibrate)
 app.command()(compress)
 app.command()(inspect)
 

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..calibration import default_calibration
+from ..calibration import default_calibration, load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
@@ -58,6 +58,9 @@ def compress(
         ),
     ] = None,
     refinement_steps: Annotated[int, typer.Option(min=1, help="Steps of the distillation.")] = 60,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
+    ] = None,
     dataset: Dataset = None,
     dataset_name: DatasetName = None,
     split: Split = None,
@@ -90,6 +93,9 @@ def compress(
         refinement_steps=refinement_steps,
         seed=seed,
     )
+    if calibration is not None and (dataset is not None or max_tokens is not None):
+        lone = "--dataset" if dataset is not None else "--max-tokens"
+        raise ValueError(f"--calibration names finished statistics: {lone} says nothing beside it, leave one out")
     source, auto_class = find_model(model, gguf_file)
     processor = load_processor(model, source, auto_class)
     batches = dataset_batches(  # before the weights: data that do not fit fail early
@@ -103,11 +109,12 @@ def compress(
         max_tokens=max_tokens,
         seed=seed,
     )
+    statistics = None if calibration is None else load_statistics(calibration)
     dense = load_dense(model, source, auto_class, dtype, device)
-    if batches is None:
+    if batches is None and statistics is None:
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         batches = default_calibration(dense, processor, samples=samples, seed=seed, **limit)
-    compressed = compress_model(dense, config, calibration=batches)
+    compressed = compress_model(dense, config, calibration=batches, statistics=statistics)
     with replaced_folder(output_dir) as partial:
         compressed.save_pretrained(partial)
         processor.save_pretrained(partial)

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..calibration.answers import Answered, divergences, log_probabilities_of
 from ..calibration.chat import place
-from ..calibration.collect import FP16_LOSS_SCALE, frozen, recomputed
+from ..calibration.modes import FP16_LOSS_SCALE, frozen, recomputed
 from ..calibration.sums import FREE_SHARE, free_bytes
 from ..decoder import decoder_attentions, evaluation_mode
 from ..modules import LatentProjection

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..calibration.statistics import Statistics
+from ..calibration.statistics import Statistics, check_statistics_of
 from ..modules import LatentProjection
 from ..quantizer_config import WSVDConfig, allocated_by_gradient
 from ..targets import Target, targets
@@ -78,9 +78,10 @@ def fitted(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics) -
     Inside, the model is a plain model with low-rank weights: nothing is bound to a latent cache.
 
     Raises:
-        ValueError: statistics of another model, or without what the method or the refinement needs; ranks that do
-            not fit the model or its budget; a weight with NaN or infinity.
+        ValueError: statistics of another model or dtype, or without what the method or the refinement needs; ranks
+            that do not fit the model or its budget; a weight with NaN or infinity.
     """
+    check_statistics_of(statistics, model)
     fit = Fit(*_planned(model, config, statistics))
     replacements = []
     for target, spectra in zip(fit.targets, fit.info.pop("spectra")):
