@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
-from .calibration import Statistics, collect_statistics, default_calibration
+from .calibration import Statistics, collect_statistics, default_calibration, given_statistics
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import KeyLayout, WSVDConfig
-from .self_check import attach_self_check, dense_answers
+from .self_check import SelfCheck, attach_self_check, measured_dense_side, recorded_dense_side
 from .targets import Target, targets
 from .trial import layers_that_need_keys
 
@@ -26,7 +27,7 @@ def fit_latents(
     model: PreTrainedModel,
     config: WSVDConfig,
     *,
-    calibration: Iterable[dict[str, Tensor]] | None = None,
+    calibration: Iterable[dict[str, Tensor]] | Statistics | str | os.PathLike[str] | None = None,
     statistics: Statistics | None = None,
     processor: Any = None,
 ) -> None:
@@ -36,7 +37,8 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
-    shape = decoder_shape(model)
+    if statistics is None:
+        statistics = given_statistics(calibration)
     if statistics is None:
         if calibration is None:
             calibration = default_calibration(model, processor)
@@ -47,23 +49,33 @@ def fit_latents(
             keep_answers=config.refinement == "distillation",
         )
     implementation = model.get_decoder().config._attn_implementation
-    dense = dense_answers(model, statistics.samples)
+    dense = recorded_dense_side(statistics) or measured_dense_side(model)
     with fitted(model, config, statistics) as fit:
         try:
-            attentions = [target.attention for target in fit.targets]
-            layouts = probe_key_layouts(model, attentions)
-            bind_all(model, fit.targets, layouts)
-            latent = [a for a in attentions if layouts[a.layer] is not None]
-            for layer in layers_that_need_keys(model, latent) if latent else ():
-                layouts[layer] = None
-            bind_all(model, fit.targets, layouts)
-            attach_self_check(model, dense)
+            settle(model, config, fit, dense, statistics.info)
         except BaseException:
             unbind_all(model)
             model.get_decoder().set_attn_implementation(implementation)
             raise
         fit.keep()
-    record(config, fit, layouts, shape, statistics.info)
+
+
+def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfCheck | None, info: dict) -> None:
+    """All that follows once the factors stand in the model: key layouts, trial, binding, self-check, record.
+
+    Args:
+        dense: the dense model's side of the self-check; None for a model that goes without.
+        info: what the statistics know of the calibration data.
+    """
+    attentions = [target.attention for target in fit.targets]
+    layouts = probe_key_layouts(model, attentions)
+    bind_all(model, fit.targets, layouts)
+    latent = [a for a in attentions if layouts[a.layer] is not None]
+    for layer in layers_that_need_keys(model, latent) if latent else ():
+        layouts[layer] = None
+    bind_all(model, fit.targets, layouts)
+    attach_self_check(model, dense)
+    record(config, fit, layouts, decoder_shape(model), info)
 
 
 def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], shape: dict, info: dict) -> None:

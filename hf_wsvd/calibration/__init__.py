@@ -4,7 +4,7 @@ from .batches import CalibrationSet
 from .collect import collect_statistics
 from .data import calibration_info, default_calibration, validate_batches
 from .load import load_calibration
-from .statistics import Statistics
+from .statistics import Statistics, given_statistics, is_statistics
 
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "calibration_info",
     "collect_statistics",
     "default_calibration",
+    "given_statistics",
+    "is_statistics",
     "load_calibration",
     "validate_batches",
 ]

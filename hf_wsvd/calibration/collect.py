@@ -19,6 +19,7 @@ from .answers import Answered, counted_positions, log_probabilities_of, most_lik
 from .batches import IGNORED, Batch, recorded_source
 from .chat import place
 from .data import calibration_info, validate_batches
+from .dense_side import dense_samples, recorded_probe
 from .grouping import grouped
 from .samples import keep_samples
 from .statistics import Side, Statistics
@@ -150,7 +151,8 @@ class Collector:
             raise ValueError("calibration data attend to no token: every attention_mask is zero")
         if self.sequences == 0:
             raise ValueError("calibration data hold no answer: all labels are -100, so no gradient can be measured")
-        result = Statistics(samples=self.samples, answered=self.answered, info=info)
+        result = Statistics(answered=self.answered, info=info)
+        result.samples, result.probe = dense_samples(self.model, self.samples), recorded_probe(self.model)
         for attention in self.attentions:
             gram = self.sums.mean(("gram", attention.layer), self.tokens)
             if not torch.isfinite(gram).all():

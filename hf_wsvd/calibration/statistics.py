@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from .answers import Answered
-from .batches import Batch
+from .dense_side import DenseSample
 
 
 Side = tuple[int, str]  # decoder layer number and projection: "q", "k" or "v"
@@ -30,8 +31,10 @@ class Statistics:
         fisher: projection to the mean over sequences of the squared gradient by each weight,
             `[heads * head_dim, in_features]` fp32 (WSVD's `F`); empty unless it was asked for.
         answered: the calibration inputs with the dense model's answers: what the factors are refined on.
-        samples: a few small model inputs out of the data. The checkpoint's self-check stores them; empty the list to
-            keep private data out.
+        samples: a few small model inputs out of the data with the dense model's answers. The checkpoint's self-check
+            stores them; empty the list to keep private data out.
+        probe: the dense model's answers to arbitrary tokens, which the self-check takes where `samples` is empty;
+            None if the model cannot be run on them.
         info: `samples`, `tokens` and `sha256` of the data, and what is known of their source.
     """
 
@@ -41,5 +44,22 @@ class Statistics:
     gradient: dict[Side, Tensor] = field(default_factory=dict)
     fisher: dict[Side, Tensor] = field(default_factory=dict)
     answered: list[Answered] = field(default_factory=list)
-    samples: list[Batch] = field(default_factory=list)
+    samples: list[DenseSample] = field(default_factory=list)
+    probe: DenseSample | None = None
     info: dict[str, Any] = field(default_factory=dict)
+
+
+def is_statistics(calibration: Any) -> bool:
+    """Whether a `calibration` argument is statistics or names their file; if not, it is data to calibrate on."""
+    return isinstance(calibration, Statistics | str | os.PathLike)
+
+
+def given_statistics(calibration: Any) -> Statistics | None:
+    """The statistics that a `calibration` argument is or names; None for data to calibrate on."""
+    if not is_statistics(calibration):
+        return None
+    if isinstance(calibration, Statistics):
+        return calibration
+    from . import load_statistics
+
+    return load_statistics(calibration)
