@@ -1,7 +1,7 @@
 """Compression while a dense checkpoint loads: each weight becomes factors before the next one is read.
 
-Statistics measured before are all that the ranks depend on, so they are settled while the model has no weights yet. The
-projections stay ordinary linear layers, whose names and shapes transformers finds in the checkpoint, until their
+Ranks depend on statistics alone, which were measured before, so they are settled while the model has no weights yet.
+The projections stay ordinary linear layers, whose names and shapes transformers finds in the checkpoint, until their
 weight arrives.
 """
 
