@@ -83,4 +83,8 @@ def _dense_sample(model: PreTrainedModel, inputs: Batch, split: int) -> DenseSam
     top, answer, _ = run(model, inputs, split)
     if answer.isnan().any():
         raise ValueError("the dense model's answers are not finite")
-    return DenseSample(inputs, split, top, answer)
+    sample = DenseSample(inputs, split, top, answer)
+    decoded = sample.decoded()
+    if bool(decoded.all()) or not bool(decoded.any()):
+        raise ValueError("padding leaves no position to compare in the prompt or after it")
+    return sample
