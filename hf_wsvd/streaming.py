@@ -64,13 +64,14 @@ class Streaming:
         Raises:
             ValueError: as `Plan.projection`.
         """
-        target, side, rank = self.dense.pop(name)
+        target, side, rank = self.dense[name]
         linear = getattr(target.attention.module, f"{side}_proj")
         if weight.shape != linear.weight.shape:
             raise ValueError(f"{name} is {list(weight.shape)} in the checkpoint, not {list(linear.weight.shape)}")
         linear.weight = nn.Parameter(weight)
         projection = self.plan.projection(target, side, rank, linear)
         setattr(target.attention.module, f"{side}_proj", projection)
+        del self.dense[name]
         prefix = name.removesuffix("weight")
         return {f"{prefix}{kind}": factor for kind, factor in projection.named_parameters() if kind != "bias"}
 

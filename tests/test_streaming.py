@@ -15,7 +15,7 @@ import torch
 from model_facts import auto_class, hooks, logits, projections
 from safetensors.torch import load_file, save_file
 from tiny_models import calibration_batches, prompt
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 import hf_wsvd
@@ -208,6 +208,21 @@ def test_the_model_saves_reloads_verifies_and_dequantizes(family, folder, measur
     plain = model.dequantize()
     torch.testing.assert_close(logits(plain, family), logits(again, family), rtol=0, atol=2e-4)
     assert {type(m) for m in plain.modules()} == {type(m) for m in dense(family).modules()}
+
+
+def test_the_base_model_is_recorded_in_the_checkpoint_alone(folder, measured, monkeypatch):
+    monkeypatch.setattr(hf_wsvd.quantizer, "base_model_on_hub", lambda model: "somebody/dense")
+    model = streamed(folder("llama"), "llama", WSVDConfig(calibration=measured("llama"), **UNIFORM))
+    assert hf_wsvd.model_card(model).data.base_model == "somebody/dense"
+    assert "base_model" not in measured("llama").info
+
+
+def test_a_causal_checkpoint_streams_into_its_base_model(folder, measured):
+    config = WSVDConfig(calibration=measured("llama"), refinement="none")
+    base = AutoModel.from_pretrained(folder("llama"), quantization_config=config)
+    wanted = streamed(folder("llama"), "llama", config).model.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in base.state_dict().items())
+    assert self_check_of(base) is None, "it gives no logits"
 
 
 def test_the_dense_side_of_the_self_check_comes_from_the_statistics(folder, measured, caplog):
