@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 
-from .calibration import Statistics
+from .calibration import Statistics, given_statistics, is_statistics
 from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
@@ -20,6 +21,7 @@ from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
 from .self_check_file import load_self_check
+from .streaming import Factorise, Streaming, refuse_offload
 from .surgery import bind_all, fit_latents, insert_empty, merge_all
 from .targets import Target, targets
 from .version import __version__
@@ -29,7 +31,8 @@ class WSVDHfQuantizer(HfQuantizer):
     """Hooks of `from_pretrained`, `save_pretrained` and `dequantize` for `WSVDConfig`.
 
     A dense checkpoint is loaded as usual and compressed afterwards, in process, on `WSVDConfig.calibration` or the
-    built-in default set. A compressed one gets its modules before any weight is read.
+    built-in default set. Where `calibration` is statistics or their file, it is compressed while it loads, one weight
+    after the other. A compressed one gets its modules before any weight is read.
     """
 
     requires_calibration = False
@@ -41,16 +44,35 @@ class WSVDHfQuantizer(HfQuantizer):
         self._targets: list[Target] | None = None
         self._dtypes: dict[str, torch.dtype] | None = None
         self._fitted = False
+        self._streaming: Streaming | None = None
         self.checkpoint_folder: str | None = None  # where the weights of a compressed checkpoint were read
 
     def fit(self, model: PreTrainedModel, **data: Any) -> None:
         """Compress a dense model; `data` as in `fit_latents`."""
-        config = self.quantization_config
-        fit_latents(model, config, **data)
-        base_model = base_model_on_hub(model)
+        fit_latents(model, self.quantization_config, **data)
+        self._record_base(model)
+
+    def _record_base(self, model: PreTrainedModel) -> None:
+        config, base_model = self.quantization_config, base_model_on_hub(model)
         if base_model is not None:  # a copy: the statistics may serve another fit
             config.calibration_info = {**config.calibration_info, "base_model": base_model}
         self._fitted = True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Called with the device map that was asked for, and again with one that transformers made."""
+        calibration = self.quantization_config.calibration
+        if not self.pre_quantized and isinstance(device_map, dict) and is_statistics(calibration):
+            refuse_offload(device_map.values())
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return self._streaming is not None and param_name in self._streaming.dense
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return Factorise(self._streaming)
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        share = 1.0 if self._streaming is None else self._streaming.share(param_name)
+        return share * param.element_size()
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -62,7 +84,11 @@ class WSVDHfQuantizer(HfQuantizer):
             self.checkpoint_folder = os.path.dirname(checkpoint_files[0]) if checkpoint_files else None
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         elif not self._fitted:
-            targets(model, self.quantization_config)  # ranks that do not fit fail before any weight is read
+            config = self.quantization_config
+            targets(model, config)  # ranks that do not fit fail before anything is read
+            statistics = given_statistics(config.calibration)
+            if statistics is not None:
+                self._streaming = Streaming(model, config, statistics)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.pre_quantized:
@@ -71,6 +97,10 @@ class WSVDHfQuantizer(HfQuantizer):
             bind_all(model, self._targets, layouts)
             self._targets = self._dtypes = None
             load_self_check(model, self.checkpoint_folder)
+        elif self._streaming is not None:
+            streaming, self._streaming = self._streaming, None
+            streaming.finish(model)
+            self._record_base(model)
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
         install_push_to_hub(model)
@@ -115,7 +145,7 @@ def compress(
     model: PreTrainedModel,
     config: WSVDConfig | None = None,
     *,
-    calibration: Iterable[dict[str, Tensor]] | str | os.PathLike[str] | None = None,
+    calibration: Iterable[dict[str, Tensor]] | Statistics | str | os.PathLike[str] | None = None,
     statistics: Statistics | str | os.PathLike[str] | None = None,
     processor: Any = None,
 ) -> PreTrainedModel:
@@ -124,8 +154,8 @@ def compress(
     Args:
         model: any supported decoder or vision-language model, not quantized.
         config: ranks; the default keeps half of every head.
-        calibration: model-input dicts to calibrate on, or a file of statistics; None takes `config.calibration`, or
-            the default set.
+        calibration: model-input dicts to calibrate on, or statistics or their file, as `WSVDConfig.calibration`; None
+            takes that, or the default set.
         statistics: what `collect_statistics` returned on the same dense model, or a file that `save_statistics` or
             `hf-wsvd calibrate` wrote; then no calibration is run. Useful to try several ratios.
         processor: for the default set, when it cannot be loaded from where the model came from.

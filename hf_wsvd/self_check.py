@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .cached_run import DECODED, compared_positions, run, split_of, token_column
+from .calibration import Statistics
 from .calibration.answers import divergences
-from .probe import probe_tokens
+from .calibration.cached_run import run
+from .calibration.dense_side import DenseSample, dense_probe
 from .version import __version__
 
 
 logger = logging.get_logger("hf_wsvd")
 
-PROBE_LENGTH = 64
 PARTS = ("prefill", "decode")
 
 
@@ -44,36 +44,15 @@ class Distance:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One recorded input and the answers to it at N positions.
+class Sample(DenseSample):
+    """One recorded input and both models' answers to it at N positions.
 
     Attributes:
-        inputs: model inputs on the CPU.
-        split: tokens of the prompt; the others are decoded.
-        top: the dense model's most likely tokens, `[N, K]` int32, most likely first.
-        dense, compressed: log-probabilities of these tokens and of all others together, `[N, K + 1]` fp32.
+        compressed: the compressed model's log-probabilities of the tokens in `top` and of all others together,
+            `[N, K + 1]` fp32.
     """
 
-    inputs: dict[str, Tensor]
-    split: int
-    top: Tensor
-    dense: Tensor
     compressed: Tensor
-
-    @property
-    def length(self) -> int:
-        """Tokens of the sequence."""
-        return token_column(self.inputs).shape[1]
-
-    def compared(self) -> Tensor:
-        """bool `[B, P]`: which of the last P positions are compared, padding left out."""
-        return compared_positions(self.inputs)
-
-    def decoded(self) -> Tensor:
-        """bool `[N]`: which of the compared positions were decoded."""
-        compared = self.compared()
-        column = torch.arange(self.length - compared.shape[1], self.length, device=compared.device)
-        return (column >= self.split).expand_as(compared)[compared]
 
 
 @dataclass(frozen=True)
@@ -104,27 +83,20 @@ class SelfCheck:
         return {"source": self.source, "dtype": self.dtype, "samples": len(self.samples), **parts, **self.versions}
 
 
-def dense_answers(model: PreTrainedModel, samples: list[dict[str, Tensor]]) -> SelfCheck | None:
-    """The dense model's side of a self-check: on calibration samples, else on arbitrary tokens.
+def recorded_dense_side(statistics: Statistics) -> SelfCheck | None:
+    """The dense model's side of a self-check as calibration recorded it: on its samples, else on arbitrary tokens."""
+    if statistics.samples:
+        return _half(statistics.samples, "calibration")
+    return None if statistics.probe is None else _half([statistics.probe], "probe")
 
-    None, with a warning, for a model that cannot be run in the way that `run` does it.
-    """
-    usable = []
-    for inputs in samples:
-        try:
-            usable.append(_dense_sample(model, inputs, split_of(model, inputs)))
-        except Exception as error:  # whatever a foreign forward trips over
-            logger.info(f"hf_wsvd: a calibration sample is of no use for the self-check: {error}")
-    source = "calibration"
-    if not usable:
-        source, inputs = "probe", {"input_ids": probe_tokens(model, PROBE_LENGTH).cpu()}
-        try:
-            usable = [_dense_sample(model, inputs, PROBE_LENGTH - DECODED)]
-        except Exception as error:
-            return _without(model, error)
-    versions = {"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
-    nothing = Distance(0.0, 1.0, 0)
-    return SelfCheck(usable, source, str(model.dtype).removeprefix("torch."), versions, nothing, nothing)
+
+def measured_dense_side(model: PreTrainedModel) -> SelfCheck | None:
+    """The same of a dense model at hand, on arbitrary tokens. None, with a warning, if it cannot be run on them."""
+    try:
+        return _half([dense_probe(model)], "probe")
+    except Exception as error:  # whatever a foreign forward trips over
+        warn_of_no_self_check(model, error)
+        return None
 
 
 def attach_self_check(model: PreTrainedModel, dense: SelfCheck | None) -> None:
@@ -135,7 +107,7 @@ def attach_self_check(model: PreTrainedModel, dense: SelfCheck | None) -> None:
     try:
         set_self_check(model, with_answers_of(model, dense))
     except Exception as error:
-        _without(model, error)
+        warn_of_no_self_check(model, error)
 
 
 def self_check_of(model: PreTrainedModel) -> SelfCheck | None:
@@ -178,12 +150,14 @@ def distances(check: SelfCheck, answers: list[tuple[Tensor, Tensor]]) -> dict[st
     }
 
 
-def _dense_sample(model: PreTrainedModel, inputs: dict[str, Tensor], split: int) -> Sample:
-    top, answer, _ = run(model, inputs, split)
-    if answer.isnan().any():
-        raise ValueError("the dense model's answers are not finite")
-    return Sample(inputs, split, top, answer, answer)
+def _half(samples: list[DenseSample], source: str) -> SelfCheck:
+    """A self-check in which the dense answers stand in for the compressed model's until it has answered."""
+    versions = {"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    nothing = Distance(0.0, 1.0, 0)
+    both = [Sample(**vars(sample), compressed=sample.dense) for sample in samples]
+    return SelfCheck(both, source, "", versions, nothing, nothing)
 
 
-def _without(model: PreTrainedModel, error: Exception) -> None:
-    logger.warning(f"hf_wsvd: {type(model).__name__} is compressed without a self-check: {error}")
+def warn_of_no_self_check(model: PreTrainedModel, reason: object) -> None:
+    """Say that a model is compressed without a self-check, and why."""
+    logger.warning(f"hf_wsvd: {type(model).__name__} is compressed without a self-check: {reason}")

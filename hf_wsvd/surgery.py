@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
-from .calibration import (
-    Statistics,
-    check_statistics_of,
-    collect_statistics,
-    default_calibration,
-    load_statistics,
-)
+from .calibration import Statistics, collect_statistics, default_calibration, given_statistics
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import KeyLayout, WSVDConfig
-from .self_check import attach_self_check, dense_answers
+from .self_check import SelfCheck, attach_self_check, measured_dense_side, recorded_dense_side
 from .targets import Target, targets
 from .trial import layers_that_need_keys
 
@@ -34,8 +27,8 @@ def fit_latents(
     model: PreTrainedModel,
     config: WSVDConfig,
     *,
-    calibration: Iterable[dict[str, Tensor]] | str | PathLike[str] | None = None,
-    statistics: Statistics | str | PathLike[str] | None = None,
+    calibration: Iterable[dict[str, Tensor]] | Statistics | str | os.PathLike[str] | None = None,
+    statistics: Statistics | str | os.PathLike[str] | None = None,
     processor: Any = None,
 ) -> None:
     """Calibrate (unless `statistics` are given, or a file of them), fit the factors, exchange the modules and bind.
@@ -44,19 +37,8 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
-    shape = decoder_shape(model)
-    if statistics is None and isinstance(calibration, str | PathLike):
-        if not Path(calibration).exists():
-            raise ValueError(
-                f"calibration={str(calibration)!r} does not exist: a {type(calibration).__name__} must be a file of "
-                "statistics; data are model-input dicts, see load_calibration"
-            )
-        statistics = calibration
-    if isinstance(statistics, str | PathLike):
-        statistics = load_statistics(statistics, model)
-    elif statistics is not None:
-        check_statistics_of(statistics, model)
-    else:
+    statistics = given_statistics(calibration if statistics is None else statistics)
+    if statistics is None:
         if calibration is None:
             calibration = default_calibration(model, processor)
         statistics = collect_statistics(
@@ -66,23 +48,33 @@ def fit_latents(
             keep_answers=config.refinement == "distillation",
         )
     implementation = model.get_decoder().config._attn_implementation
-    dense = dense_answers(model, statistics.samples)
+    dense = recorded_dense_side(statistics) or measured_dense_side(model)
     with fitted(model, config, statistics) as fit:
         try:
-            attentions = [target.attention for target in fit.targets]
-            layouts = probe_key_layouts(model, attentions)
-            bind_all(model, fit.targets, layouts)
-            latent = [a for a in attentions if layouts[a.layer] is not None]
-            for layer in layers_that_need_keys(model, latent) if latent else ():
-                layouts[layer] = None
-            bind_all(model, fit.targets, layouts)
-            attach_self_check(model, dense)
+            settle(model, config, fit, dense, statistics.info)
         except BaseException:
             unbind_all(model)
             model.get_decoder().set_attn_implementation(implementation)
             raise
         fit.keep()
-    record(config, fit, layouts, shape, statistics.info)
+
+
+def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfCheck | None, info: dict) -> None:
+    """All that follows once the factors stand in the model: key layouts, trial, binding, self-check, record.
+
+    Args:
+        dense: the dense model's side of the self-check; None for a model that goes without.
+        info: what the statistics know of the calibration data.
+    """
+    attentions = [target.attention for target in fit.targets]
+    layouts = probe_key_layouts(model, attentions)
+    bind_all(model, fit.targets, layouts)
+    latent = [a for a in attentions if layouts[a.layer] is not None]
+    for layer in layers_that_need_keys(model, latent) if latent else ():
+        layouts[layer] = None
+    bind_all(model, fit.targets, layouts)
+    attach_self_check(model, dense)
+    record(config, fit, layouts, decoder_shape(model), info)
 
 
 def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], shape: dict, info: dict) -> None:

@@ -60,8 +60,9 @@ class WSVDConfig(QuantizationConfigMixin):
         refinement_steps, refinement_learning_rate: Of `"distillation"`.
         seed: Of the order in which distillation sees the calibration set.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
-            is compressed while it is loaded, or a file that `hf-wsvd calibrate` wrote; `None` takes the built-in
-            default set. Never serialized.
+            is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
+            `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
+            one weight after the other, and no dense model is ever in memory. Never serialized.
         calibration_info: What the ranks were fitted on; written by the fit.
         fit_info: What the fit measured and predicted; written by the fit.
         key_layout: Per decoder layer, which norm and rotation lie between the latent and the cached key, found by
@@ -203,6 +204,15 @@ class WSVDConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""
         return copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """Nothing of it changes a compressed checkpoint; ValueError for one that is to be calibrated again."""
+        if self.calibration is not None:
+            raise ValueError(
+                "WSVDConfig: calibration is given, but this checkpoint is compressed already: load it without "
+                "quantization_config, or compress the dense checkpoint"
+            )
+        return {}
 
     def __iter__(self):
         yield from self.to_dict().items()

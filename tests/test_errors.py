@@ -154,7 +154,7 @@ def test_a_dense_model_with_offloaded_layers_is_refused_with_the_remedy(dense, t
         ([], "empty"),
         (iter(()), "empty"),
         (3, "int"),
-        ("some text", "str"),
+        (b"some text", "bytes"),
         (["some text"], "batch 0 must be a dict of tensors, got str"),
         ([{"text": "hello", "label": 1}], "input_ids or inputs_embeds; columns found: text, label"),
         ([{"input_ids": [1, 2, 3]}], "must be a tensor, got list"),

@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 import hf_wsvd
 from hf_wsvd import renew_self_check, verify
-from hf_wsvd.cached_run import steps
 from hf_wsvd.calibration.answers import TOP
+from hf_wsvd.calibration.cached_run import steps
 from hf_wsvd.calibration.samples import ANSWER_BYTES, MAX_BYTES, MAX_SAMPLES, MAX_TOKENS, keep_samples
 from hf_wsvd.cli.app import run
 from hf_wsvd.self_check import self_check_of, set_self_check

@@ -18,6 +18,7 @@ from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
 from .batches import IGNORED, Batch
 from .chat import place
+from .dense_side import dense_samples, recorded_probe
 from .grouping import joined
 from .modes import FP16_LOSS_SCALE, frozen, recomputed
 from .samples import keep_samples
@@ -156,7 +157,8 @@ class Collector:
             gradients,
             fisher,
             answered=self.answered,
-            samples=self.samples,
+            samples=dense_samples(self.model, self.samples),
+            probe=recorded_probe(self.model),
             info=info,
             decoder_shape=decoder_shape(self.model),
             dtype=dtype_name(self.model),

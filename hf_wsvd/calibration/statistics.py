@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..decoder import decoder_shape
 from .answers import Answered
-from .batches import Batch
+from .dense_side import DenseSample
 
 
 Side = tuple[int, str]  # decoder layer number and projection: "q", "k" or "v"
@@ -35,8 +36,10 @@ class Statistics:
         fisher: projection to the mean over sequences of the squared gradient by each weight,
             `[heads * head_dim, in_features]` fp32 (WSVD's `F`); empty unless it was asked for.
         answered: the calibration inputs with the dense model's answers: what the factors are refined on.
-        samples: a few small model inputs out of the data. The checkpoint's self-check stores them; empty the list to
-            keep private data out.
+        samples: a few small model inputs out of the data with the dense model's answers. The checkpoint's self-check
+            stores them; empty the list to keep private data out.
+        probe: the dense model's answers to arbitrary tokens, which the self-check takes where `samples` is empty;
+            None if the model cannot be run on them.
         info: `samples`, `tokens` and `sha256` of the data, and what is known of their source.
         decoder_shape: of the model (`hf_wsvd.decoder.decoder_shape`); empty if unknown.
         dtype: of the model, such as "bfloat16"; empty if unknown.
@@ -48,7 +51,8 @@ class Statistics:
     gradient: Mapping[Side, Tensor] = field(default_factory=dict)
     fisher: Mapping[Side, Tensor] = field(default_factory=dict)
     answered: list[Answered] = field(default_factory=list)
-    samples: list[Batch] = field(default_factory=list)
+    samples: list[DenseSample] = field(default_factory=list)
+    probe: DenseSample | None = None
     info: dict[str, Any] = field(default_factory=dict)
     decoder_shape: dict[str, Any] = field(default_factory=dict)
     dtype: str = ""
@@ -67,7 +71,7 @@ def check_statistics_of(statistics: Statistics, model: PreTrainedModel) -> None:
     """
     check_same_model(statistics.decoder_shape, statistics.dtype, model)
     vocabulary = model.get_input_embeddings().num_embeddings
-    inputs = [*statistics.samples, *(group.inputs for group in statistics.answered)]
+    inputs = [held.inputs for held in (*statistics.samples, *statistics.answered)]
     largest = max((int(batch["input_ids"].max()) for batch in inputs if "input_ids" in batch), default=0)
     # What a head gives may be more tokens than are embedded.
     head = getattr(model.get_output_embeddings(), "out_features", None) or vocabulary
@@ -92,3 +96,27 @@ def check_same_model(shape: Mapping[str, Any], dtype: str, model: PreTrainedMode
             f"the statistics were measured in {dtype}, the model is {dtype_name(model)}: calibrate again, or load the "
             f"model with dtype={dtype!r}"
         )
+
+
+def is_statistics(calibration: Any) -> bool:
+    """Whether a `calibration` argument is statistics or names their file; if not, it is data to calibrate on."""
+    return isinstance(calibration, Statistics | str | os.PathLike)
+
+
+def given_statistics(calibration: Any) -> Statistics | None:
+    """The statistics that a `calibration` argument is or names; None for data to calibrate on.
+
+    Raises ValueError if it names no file, or as `load_statistics`.
+    """
+    if not is_statistics(calibration):
+        return None
+    if isinstance(calibration, Statistics):
+        return calibration
+    if not os.path.exists(calibration):
+        raise ValueError(
+            f"calibration={str(calibration)!r} does not exist: a {type(calibration).__name__} must be a file of "
+            "statistics; data are model-input dicts, see load_calibration"
+        )
+    from .statistics_file import load_statistics  # which needs this module
+
+    return load_statistics(calibration)

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from ..version import __version__
 from .answers import TOP, Answered
+from .cached_run import compared_positions, token_column
+from .dense_side import DenseSample
 from .samples import MAX_SAMPLES
 from .statistics import Statistics, check_statistics_of
 from .tensor_file import Entry, Taken, entries, expect, form, read_tensors, write_tensors
@@ -67,9 +69,16 @@ def save_statistics(statistics: Statistics, path: str | PathLike[str]) -> None:
         "info": statistics.info,
         "samples": len(statistics.samples),
         "answered": len(statistics.answered),
+        "splits": [sample.split for sample in statistics.samples],
+        "probe": None if statistics.probe is None else statistics.probe.split,
         "versions": {"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
-    inputs = input_entries(statistics.samples, statistics.answered)
+    inputs = input_entries([sample.inputs for sample in statistics.samples], statistics.answered)
+    for number, sample in enumerate(statistics.samples):
+        inputs += entries(f"dense.{number}", {"top": sample.top, "log_probabilities": sample.dense})
+    if statistics.probe is not None:
+        inputs += entries("probe.inputs", statistics.probe.inputs)
+        inputs += entries("probe", {"top": statistics.probe.top, "log_probabilities": statistics.probe.dense})
     write_tensors(Path(path), KEY, header, [*matrices, *inputs])
 
 
@@ -136,7 +145,11 @@ def _checked(header: dict[str, Any], file: Taken) -> Statistics:
     info = header.get("info")
     counts = isinstance(info, dict) and all(is_count(info.get(name)) for name in ("samples", "tokens"))
     expect(counts and isinstance(info.get("sha256"), str) and _is_plain(info), f"info={info!r}")
-    samples, answered = take_inputs(header, file)
+    inputs, answered = take_inputs(header, file)
+    splits, probe = header.get("splits"), header.get("probe")
+    expect(isinstance(splits, list) and len(splits) == len(inputs), f"splits={splits!r} of {len(inputs)} samples")
+    samples = [_take_dense(file, f"dense.{n}", *pair) for n, pair in enumerate(zip(inputs, splits))]
+    probed = None if probe is None else _take_dense(file, "probe", file.inputs("probe.inputs"), probe)
     layers = sorted(int(name[5:]) for name in file.left if re.fullmatch(r"gram\.\d{1,5}", name))
     expect(bool(layers), "it holds no second moment of any layer")
     found: dict[str, dict[Hashable, Tensor]] = {kind: {} for kind in ("gram", *MOMENTS, "fisher")}
@@ -169,6 +182,7 @@ def _checked(header: dict[str, Any], file: Taken) -> Statistics:
         fisher=Stored(found["fisher"], torch.float32),
         answered=answered,
         samples=samples,
+        probe=probed,
         info=info,
         decoder_shape=header["decoder_shape"],
         dtype=header["dtype"],
@@ -180,6 +194,19 @@ def _take_answered(file: Taken, prefix: str) -> Answered:
     rows, tokens = inputs.get("input_ids", inputs.get("inputs_embeds")).shape[:2]
     positions = file.take(f"{prefix}.positions", torch.bool, (rows, max(tokens - 1, 0)))
     count = int(positions.sum())
+    top, value = _take_answers(file, prefix, count)
+    return Answered(inputs, positions, top, value)
+
+
+def _take_dense(file: Taken, prefix: str, inputs: dict[str, Tensor], split: Any) -> DenseSample:
+    length = token_column(inputs).shape[1]
+    expect(is_count(split) and 0 < split < length, f"{prefix} is split at {split!r} of {length} tokens")
+    top, value = _take_answers(file, prefix, int(compared_positions(inputs).sum()))
+    return DenseSample(inputs, split, top, value)
+
+
+def _take_answers(file: Taken, prefix: str, count: int) -> tuple[Tensor, Tensor]:
+    """Most likely tokens `[count, K]` and log-probabilities `[count, K + 1]`."""
     top = file.take(f"{prefix}.top", torch.int32, (count, None))
     expect(count > 0 and 1 <= top.shape[1] <= TOP and int(top.min()) >= 0, f"{prefix}.top is {form(top)}")
     name = f"{prefix}.log_probabilities"
@@ -188,7 +215,7 @@ def _take_answered(file: Taken, prefix: str) -> Answered:
     expect(value.shape == (count, top.shape[1] + 1), f"{name} is {form(value)}, wanted {[count, top.shape[1] + 1]}")
     # The sums of probabilities, NaN included; an answer that cannot be has a logarithm of minus infinity.
     expect(bool(((value.double().exp().sum(1) - 1).abs() < 1e-2).all()), f"{name} are no log-probabilities")
-    return Answered(inputs, positions, top, value)
+    return top, value
 
 
 def _is_plain(record: dict[str, Any]) -> bool:

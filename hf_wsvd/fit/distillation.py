@@ -51,29 +51,20 @@ def distill(
 
     Args:
         projections: in the model's dtype; those at full rank stay exact.
-        answered: groups of sequences with the dense model's answers, one a step.
+        answered: groups of sequences with the dense model's answers, one a step; at least one.
         steps: optimiser steps.
         learning_rate: of Adam, for factors of balanced norms.
         seed: of the order of groups.
 
     Returns:
         KL in nats a token on the held-out groups before and after.
-
-    Raises:
-        ValueError: there are no recorded answers.
     """
-    if not answered:
-        raise ValueError(
-            'refinement="distillation" needs the dense model\'s answers, and the statistics hold none: collect them '
-            'with keep_answers=True, or choose refinement="none"'
-        )
     cut = [projection for projection in projections if projection.up is not None]
+    if not cut:
+        return 0.0, 0.0
     held = answered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
     trained = [group for group in answered if not any(group is one for one in held)] or answered
     masters = [Master(projection) for projection in cut]
-    if not masters:
-        loss = _loss_of(model, held)
-        return loss, loss
     parameters = [factor for master in masters for factor in master.factors]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=BETAS)
     order = _order(len(trained), seed)

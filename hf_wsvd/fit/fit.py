@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from ..calibration.statistics import Statistics, check_statistics_of
-from ..modules import LatentProjection
-from ..quantizer_config import WSVDConfig, allocated_by_gradient
-from ..targets import Target, targets
-from .allocation import allocate
+from ..calibration.statistics import Statistics
+from ..quantizer_config import WSVDConfig
+from ..targets import Target
 from .distillation import distill
-from .factorise import Spectrum, factorise
-from .fisher import refine_alternating
-from .methods import method_of
-
-
-# Far above rounding to half precision, far below what another model's weights give.
-SAME_WEIGHT = 0.02
+from .plan import planned
 
 
 @dataclass
@@ -81,27 +70,18 @@ def fitted(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics) -
         ValueError: statistics of another model or dtype, or without what the method or the refinement needs; ranks
             that do not fit the model or its budget; a weight with NaN or infinity.
     """
-    check_statistics_of(statistics, model)
-    fit = Fit(*_planned(model, config, statistics))
-    replacements = []
-    for target, spectra in zip(fit.targets, fit.info.pop("spectra")):
-        for side, rank, linear in target.sides():
-            projection = _projection(target, side, rank, linear, spectra[side], config, statistics, fit.info)
-            replacements.append((target.attention.module, f"{side}_proj", projection))
+    plan = planned(model, config, statistics)
+    fit = Fit(plan.targets, plan.info)
+    replacements = [
+        (target.attention.module, f"{side}_proj", plan.projection(target, side, rank, linear))
+        for target in plan.targets
+        for side, rank, linear in target.sides()
+    ]
     try:
         for module, name, projection in replacements:
             fit.originals.append((module, name, getattr(module, name)))
             setattr(module, name, projection)
-        if config.refinement == "distillation":
-            before, after = distill(
-                model,
-                [projection for *_, projection in replacements],
-                statistics.answered,
-                steps=config.refinement_steps,
-                learning_rate=config.refinement_learning_rate,
-                seed=config.seed,
-            )
-            fit.info["held_out_kl"] = {"before": before, "after": after}
+        refine(model, config, statistics, fit)
         yield fit
     finally:
         if not fit.kept:
@@ -109,117 +89,16 @@ def fitted(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics) -
                 setattr(module, name, linear)
 
 
-def check_statistics(target: Target, side: str, linear: nn.Module, statistics: Statistics) -> None:
-    """Raise ValueError if the statistics were not measured on this dense projection."""
-    attention, key = target.attention, (target.attention.layer, side)
-    name = attention.side_name(side)
-    other = "were they collected on another model?"
-    gram, held = statistics.gram.get(key[0]), statistics.weight.get(key)
-    if gram is None or held is None or gram.shape[0] != linear.in_features:
-        found = "no such layer" if gram is None or held is None else f"{gram.shape[0]} inputs"
-        raise ValueError(f"the statistics do not fit {name} ({linear.in_features} inputs): they hold {found}; {other}")
-    heads = attention.heads_of(side)
-    norms = linear.weight.detach().double().unflatten(0, (heads, -1)).square().sum(-1)
-    if not bool(torch.isfinite(norms).all()):
-        raise ValueError(f"{name}: the weight holds NaN or infinity and cannot be factorised")
-    measured = held.diagonal(dim1=1, dim2=2).to(norms)
-    if measured.shape != norms.shape or bool((norms - measured).norm() > SAME_WEIGHT * measured.norm()):
-        raise ValueError(f"the statistics do not fit {name}: its weights are others; {other}")
-
-
-def _planned(
-    model: PreTrainedModel, config: WSVDConfig, statistics: Statistics
-) -> tuple[list[Target], dict[str, Any]]:
-    """Targets with their final ranks, and the record with the spectra of each target's sides."""
-    chosen = targets(model, config)
-    method = method_of(config.method, damping=config.damping, gradient_damping=config.gradient_damping)
-    spectra: list[dict[str, Spectrum]] = []
-    for target in logging.tqdm(chosen, desc="Spectra", unit="layer"):
-        parts = {}
-        for side, _, linear in target.sides():
-            check_statistics(target, side, linear, statistics)
-            try:
-                parts[side] = method.spectrum((target.attention.layer, side), statistics, linear.weight)
-            except ValueError as error:
-                raise ValueError(f"{target.attention.side_name(side)}: {error}") from error
-        spectra.append(parts)
-    if method.uses_gradients:
-        chosen = with_allocated_ranks(chosen, config, [{side: p.tails() for side, p in s.items()} for s in spectra])
-    loss = None
-    if method.uses_gradients:
-        loss = sum(s[side].tails()[rank].item() for t, s in zip(chosen, spectra) for side, rank, _ in t.sides())
-    info = {
-        "method": config.method,
-        "rank_allocation": config.rank_allocation,
-        "refinement": config.refinement,
-        "predicted_loss": loss,
-        "spectra": spectra,
-    }
-    return chosen, info
-
-
-def with_allocated_ranks(chosen: list[Target], config: WSVDConfig, tails: list[dict[str, Tensor]]) -> list[Target]:
-    """Targets whose allocated sides have ranks of least predicted loss under the bytes that their ratio allows.
-
-    Args:
-        tails: of each target, predicted loss by rank of each side, `[head_dim + 1]`.
-    """
-    ranks: dict[tuple[int, str], int] = {}
-    for name in ("rank_ratio", "k_rank_ratio", "v_rank_ratio"):
-        pool = {
-            (number, side): target.attention
-            for number, target in enumerate(chosen)
-            for side in target.allocated
-            if allocated_by_gradient(config, side) == name
-        }
-        if not pool:
-            continue
-        dims = {attention.head_dim for attention in pool.values()}
-        step = max(min(config.rank_multiple, min(dims) // 4), 1)
-        budget = sum(attention.heads * attention.head_dim for attention in pool.values())
-        try:
-            ranks |= allocate(
-                {key: tails[key[0]][key[1]] for key in pool},
-                {key: attention.heads for key, attention in pool.items()},
-                math.floor(getattr(config, name) * budget + 1e-6),
-                step,
-                config.rank_floor or step,
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"WSVDConfig: {name}={getattr(config, name)} is too low to allocate: {error}; lower rank_multiple or "
-                "rank_floor, or use rank_allocation='uniform'"
-            ) from error
-    return [
-        replace(target, **{f"{side}_rank": ranks[number, side] for side in target.allocated})
-        for number, target in enumerate(chosen)
-    ]
-
-
-def _projection(
-    target: Target,
-    side: str,
-    rank: int,
-    linear: nn.Module,
-    parts: Spectrum,
-    config: WSVDConfig,
-    statistics: Statistics,
-    info: dict[str, Any],
-) -> LatentProjection:
-    """The low-rank form of one projection."""
-    name, key = target.attention.side_name(side), (target.attention.layer, side)
-    try:
-        down, up = factorise(linear.weight, rank, parts)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
-    if config.refinement == "fisher" and up is not None:
-        fisher = statistics.fisher.get(key)
-        if fisher is None:
-            raise ValueError(
-                'refinement="fisher" needs the element-wise Fisher information, and the statistics hold none: collect '
-                "them with fisher=True"
-            )
-        refined = refine_alternating(linear.weight, fisher.to(linear.weight.device), down, up)
-        down, up = refined.down, refined.up
-        info.setdefault("fisher_loss", {})[name] = {"before": refined.losses[0], "after": refined.losses[-1]}
-    return LatentProjection.from_linear(linear, down, up)
+def refine(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics, fit: Fit) -> None:
+    """What happens to the factors once all of them stand in the model; `fit.info` records it."""
+    if config.refinement != "distillation":
+        return
+    before, after = distill(
+        model,
+        [projection for target in fit.targets for *_, projection in target.sides()],
+        statistics.answered,
+        steps=config.refinement_steps,
+        learning_rate=config.refinement_learning_rate,
+        seed=config.seed,
+    )
+    fit.info["held_out_kl"] = {"before": before, "after": after}

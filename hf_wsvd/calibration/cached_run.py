@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from .calibration.answers import log_probabilities_of, most_likely, placeholder_ids
-from .calibration.chat import place
-from .calibration.samples import MAX_POSITIONS, runs_along_tokens
-from .compat import CACHE_ARGUMENT
-from .decoder import evaluation_mode
+from ..compat import CACHE_ARGUMENT
+from ..decoder import evaluation_mode
+from .answers import log_probabilities_of, most_likely, placeholder_ids
+from .chat import place
+from .samples import MAX_POSITIONS, runs_along_tokens
 
 
 DECODED = 12  # tokens after the prompt
