@@ -43,8 +43,8 @@ def test_a_sharded_dense_checkpoint_in_bfloat16_is_compressed_in_bfloat16(dense,
         tmp_path, quantization_config=config, dtype=torch.bfloat16, device_map="cpu"
     )
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    reference = hf_wsvd.compress(copy.deepcopy(dense("llama")), config)
-    assert (logits(model, "llama") - logits(reference, "llama")).abs().max() < 0.15
+    reference = hf_wsvd.compress(copy.deepcopy(dense("llama")).to(torch.bfloat16), config)
+    assert torch.equal(logits(model, "llama"), logits(reference, "llama"))
 
 
 def test_the_calibration_data_are_released_after_the_fit(dense):
@@ -73,7 +73,7 @@ def test_the_config_records_what_was_done(family, compressed):
     model = compressed(family, k_rank=4, v_rank_ratio=0.75)
     config = model.config.quantization_config
     assert model.hf_quantizer.quantization_config == config
-    assert (config.k_rank, config.v_rank) == ([4] * 3, [8] * 3)
+    assert (config.k_rank, config.v_rank) == ([4] * 3, [12] * 3)
     assert config.calibration_info["tokens"] == 128
     assert config.decoder_shape["num_hidden_layers"] == 3
     norm = "before" if family == "qwen3" else "none"

@@ -19,7 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.utils import logging
 
 import hf_wsvd
-from hf_wsvd import renew_self_check, verify
+from hf_wsvd import WSVDConfig, renew_self_check, verify
 from hf_wsvd.calibration.answers import TOP
 from hf_wsvd.calibration.cached_run import steps
 from hf_wsvd.calibration.samples import ANSWER_BYTES, MAX_BYTES, MAX_SAMPLES, MAX_TOKENS, keep_samples
@@ -118,8 +118,8 @@ def test_nothing_is_disturbed(compressed):
 
 def test_without_calibration_samples_arbitrary_tokens_serve(dense, statistics):
     measured = statistics("llama")
-    bare = hf_wsvd.calibration.Statistics(measured.gram, measured.info)
-    model = hf_wsvd.compress(copy.deepcopy(dense("llama")), statistics=bare)
+    bare = replace(measured, samples=[], probe=None)
+    model = hf_wsvd.compress(copy.deepcopy(dense("llama")), WSVDConfig(refinement="none"), statistics=bare)
     check = self_check_of(model)
     assert check.source == "probe"
     assert len(check.samples) == 1
@@ -128,19 +128,26 @@ def test_without_calibration_samples_arbitrary_tokens_serve(dense, statistics):
 
 def test_samples_that_the_model_cannot_continue_are_left_out(dense):
     batch = prompt("llava", tokens=6)  # ends with the image
-    model = hf_wsvd.compress(copy.deepcopy(dense("llava")), calibration=[batch])
+    config = WSVDConfig(refinement="none")
+    model = hf_wsvd.compress(copy.deepcopy(dense("llava")), config, calibration=[batch])
     assert self_check_of(model).source == "probe"
-    model = hf_wsvd.compress(copy.deepcopy(dense("llava")), calibration=[batch, prompt("llava", tokens=8)])
+    model = hf_wsvd.compress(copy.deepcopy(dense("llava")), config, calibration=[batch, prompt("llava", tokens=8)])
     (sample,) = self_check_of(model).samples
     assert (sample.split, sample.length) == (6, 8)
     assert verify(model).passed
 
 
-def test_a_model_that_cannot_be_checked_is_compressed_all_the_same(compressed, dense, caplog, tmp_path):
-    base = copy.deepcopy(dense("llama")).model
-    model, warnings = warnings_of(caplog, lambda: hf_wsvd.compress(base, calibration=calibration_batches("llama")))
-    assert ["without a self-check: LlamaModel gives no logits" in warning for warning in warnings] == [True]
-    with pytest.raises(ValueError, match="verify: LlamaModel carries no self-check"):
+def test_a_model_that_cannot_be_checked_is_compressed_all_the_same(compressed, dense, caplog, tmp_path, monkeypatch):
+    def refuse(*args):
+        raise RuntimeError("no cache of this kind")
+
+    monkeypatch.setattr("hf_wsvd.calibration.dense_side.run", refuse)
+    config, batches = WSVDConfig(refinement="none"), calibration_batches("llama")
+    model, warnings = warnings_of(
+        caplog, lambda: hf_wsvd.compress(copy.deepcopy(dense("llama")), config, calibration=batches)
+    )
+    assert ["without a self-check: no cache of this kind" in warning for warning in warnings] == [True]
+    with pytest.raises(ValueError, match="verify: LlamaForCausalLM carries no self-check"):
         verify(model)
     compressed("llama").save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)

@@ -46,15 +46,15 @@ def assert_same(first: Statistics, second: Statistics, exact: bool = True) -> No
             tolerance = 0 if exact else 1e-6
             torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=tolerance**2)
     assert (first.info, first.decoder_shape, first.dtype) == (second.info, second.decoder_shape, second.dtype)
-    same = [(first.samples, second.samples), ([a.inputs for a in first.answered], [a.inputs for a in second.answered])]
-    for ones, others in same:
-        assert len(ones) == len(others) > 0
-        for one, other in zip(ones, others):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(one[name], other[name]) for name in one)
-    for one, other in zip(first.answered, second.answered):
-        for name in ("positions", "top", "log_probabilities"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
+    fields = {"answered": ("positions", "top", "log_probabilities"), "samples": ("top", "dense")}
+    for kind, names in fields.items():
+        assert len(getattr(first, kind)) == len(getattr(second, kind)) > 0
+        for one, other in zip(getattr(first, kind), getattr(second, kind)):
+            assert one.inputs.keys() == other.inputs.keys()
+            assert all(torch.equal(one.inputs[name], other.inputs[name]) for name in one.inputs)
+            assert all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    assert [sample.split for sample in first.samples] == [sample.split for sample in second.samples]
+    assert torch.equal(first.probe.dense, second.probe.dense)
 
 
 # The file -----------------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_truncated_files_are_refused(share, file, tmp_path):
 
 
 def test_files_that_are_none(tmp_path, dense):
-    with pytest.raises(FileNotFoundError, match=r"none\.safetensors does not exist"):
+    with pytest.raises(ValueError, match=r"none\.safetensors does not exist"):
         hf_wsvd.compress(copy.deepcopy(dense("llama")), statistics=tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="not a readable"):
         hf_wsvd.load_statistics(tmp_path)

@@ -89,7 +89,7 @@ class Collector:
         labels = self._labels(batch, inputs, counted)
         try:
             with torch.enable_grad():
-                logits = self.model(**inputs, use_cache=False).logits[:, :-1]
+                logits = logits_of(self.model, inputs)[:, :-1]
                 if labels is None:  # embeddings alone: the model's own choice stands for the answer
                     labels = logits.argmax(-1).masked_fill(~counted.to(logits.device), IGNORED)
                 labels = labels.to(logits.device)
@@ -230,6 +230,17 @@ class Collector:
 
     def _needed_bytes(self) -> int:
         return sum(8 * math.prod(shape) for shape in self.sum_shapes().values())
+
+
+def logits_of(model: PreTrainedModel, inputs: Batch) -> Tensor:
+    """`[B, S, vocabulary]` of a forward without cache. ValueError for a model without a language-model head."""
+    logits = getattr(model(**inputs, use_cache=False), "logits", None)
+    if logits is None:
+        raise ValueError(
+            f"{type(model).__name__} answers nothing that a loss could be measured by: load the model with its head "
+            "(AutoModelForCausalLM, AutoModelForImageTextToText); what is saved loads as the base model too"
+        )
+    return logits
 
 
 def _require_gradient(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
