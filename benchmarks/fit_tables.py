@@ -49,6 +49,24 @@ def fit_smollm2(results: dict[str, Any]) -> str:
     return with_note("\n\n".join(filter(None, [*paragraphs, _prediction(results)])), note, results)
 
 
+SHORT_METHODS = ("svd", "asvd", "svd_llm", "wsvd+allocation")
+SHORT_RATIOS = [0.8, 0.6, 0.5, 0.4, 0.3]
+
+
+def fit_summary(results: dict[str, Any]) -> str:
+    """The methods that others offer and the package's default, at some ratios, without spreads."""
+    text = any(row["metric"].startswith("perplexity") for row in results["rows"])
+    metric, scale, what = (
+        ("perplexity_wikipedia", 1, "perplexity") if text else ("accuracy_mean", 100, "right answers, %")
+    )
+    grid = Grid(results, metric, scale=scale, higher_is_better=not text, ratios=SHORT_RATIOS)
+    lines = [["dense, all bytes", *([number(grid.dense)] + [""] * (len(SHORT_RATIOS) - 1))]]
+    for method in SHORT_METHODS:
+        name = "hf_wsvd" if method == "wsvd+allocation" else method
+        lines.append([name, *(number(grid.mean(method, ratio)) for ratio in SHORT_RATIOS)])
+    return markdown_table([f"{what}, at KV ratio", *(f"{ratio:g}" for ratio in SHORT_RATIOS)], lines)
+
+
 def fit_time_h200(results: dict[str, Any]) -> str:
     """Seconds and peak memory by stage."""
     lines = [

@@ -20,4 +20,5 @@ def with_note(table: str, note: str, results: dict[str, Any]) -> str:
     where = results["environment"]
     load = f"threads: {where['threads']}, load average {where['load_average']}"
     versions = f"transformers {where['transformers']}, torch {where['torch']}"
-    return f"{table}\n\n{note}. {where['device']}, {load}, {versions}. `{results['command']}`"
+    notes = "".join(f" {text}" for text in results.get("notes", ()))
+    return f"{table}\n\n{note}. {where['device']}, {load}, {versions}. `{results['command']}`{notes}"

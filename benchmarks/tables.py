@@ -3,8 +3,8 @@
     python benchmarks/tables.py            # rewrite
     python benchmarks/tables.py --check    # exit with 1 if a committed table is not what its results say
 
-A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json. Nothing between
-them stands for results that do not exist yet.
+A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json (NAME_summary: a
+short form of the same). Nothing between them stands for results that do not exist yet.
 """
 
 import json
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fit_tables import fit_smollm2, fit_time_h200, fit_vlm
+from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
 from hf_wsvd.evaluate.tables import markdown_table
 from record import with_note
 
@@ -39,24 +39,6 @@ def demo(results: dict[str, Any]) -> str:
     note = (
         f"{results['rows'][0]['accuracy']['all']['total']} questions, {results['questions_per_type']} of each type, "
         f"seed {results['seed']}; KL to the dense model at the answers of {results['compared_questions']} of them"
-    )
-    return with_note(markdown_table(header, lines), note, results)
-
-
-def smollm2_rank(results: dict[str, Any]) -> str:
-    """Perplexity by ratio."""
-    names = list(results["rows"][0]["perplexity"])
-    header = ["", "KV bytes a token", "of dense", *(f"perplexity, {name}" for name in names), "tokens/s"]
-    lines = [
-        [row["label"], f"{row['kv_bytes_per_token']:,.0f}", f"{row['kv_share_of_dense']:.1%}"]
-        + [f"{row['perplexity'][name]['perplexity']:.2f}" for name in names]
-        + [f"{row['latency']['tokens_per_second']:.1f}"]
-        for row in results["rows"]
-    ]
-    tokens = ", ".join(f"{name} {results['rows'][0]['perplexity'][name]['tokens']:,} tokens" for name in names)
-    note = (
-        f"{results['model']}; {tokens}, windows of {results['window']:,} by {results['stride']}; calibrated on "
-        f"{results['calibration']['tokens']:,} other tokens; decode steps at {results['context']:,} cached tokens"
     )
     return with_note(markdown_table(header, lines), note, results)
 
@@ -101,11 +83,13 @@ def fisher_solvers(results: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": demo,
-    "smollm2_rank": smollm2_rank,
     "decode_cpu": decode_cpu,
     "fit_vlm": fit_vlm,
     "fit_smollm2": fit_smollm2,
     "fit_time_h200": fit_time_h200,
+    "fisher_solvers": fisher_solvers,
+    "fit_vlm_summary": fit_summary,
+    "fit_smollm2_summary": fit_summary,
 }
 
 
@@ -117,7 +101,8 @@ def rewritten(text: str, results_folder: Path) -> str:
 
     def block(match: re.Match) -> str:
         name = match.group(2)
-        path, empty = results_folder / f"{name}.json", match.group(0) == match.group(1) + match.group(3)
+        source = name.removesuffix("_summary")
+        path, empty = results_folder / f"{source}.json", match.group(0) == match.group(1) + match.group(3)
         if empty and not path.exists():
             return match.group(0)
         results = json.loads(path.read_text(encoding="utf-8"))

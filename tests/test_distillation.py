@@ -23,7 +23,7 @@ def batches(family: str, seeds: range) -> list[dict[str, torch.Tensor]]:
 def measured(request, dense):
     """(dense model, statistics in groups of few tokens, batches that calibration has not seen)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grouping.grouped, "__defaults__", (64,))
+        patch.setattr("hf_wsvd.calibration.collect.group_tokens", lambda device: 64)
         statistics = hf_wsvd.collect_statistics(dense(request.param), batches(request.param, range(100, 124)))
     assert len(statistics.answered) == 24
     return dense(request.param), statistics, batches(request.param, range(200, 204))
@@ -143,7 +143,7 @@ def test_answers_count_text_alone(dense):
 
 def test_groups_hold_the_same_rows_padded_to_the_right():
     rows = [tiny_models.prompt("llava", batch=1, tokens=tokens, seed=tokens) for tokens in (10, 12, 8)]
-    together, last = grouping.grouped(rows, max_tokens=24)
+    together, last = map(grouping.joined, grouping.groups_of(rows, max_tokens=24))
     assert together["input_ids"].shape == (2, 12)
     assert together["attention_mask"].sum(1).tolist() == [10, 12]
     assert torch.equal(together["input_ids"][0, :10], rows[0]["input_ids"][0])
@@ -153,4 +153,4 @@ def test_groups_hold_the_same_rows_padded_to_the_right():
 
 def test_batches_of_other_columns_are_not_joined():
     text = {name: value for name, value in tiny_models.prompt("llava").items() if name != "pixel_values"}
-    assert len(list(grouping.grouped([tiny_models.prompt("llava"), text]))) == 2
+    assert len(list(grouping.groups_of([tiny_models.prompt("llava"), text], max_tokens=1024))) == 2

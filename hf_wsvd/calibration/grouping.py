@@ -12,20 +12,22 @@ from .batches import IGNORED, Batch
 from .samples import runs_along_tokens
 
 
-GROUP_TOKENS = 4096  # of one forward, padding included
+# Of one forward, padding included. An accelerator wants large batches; a CPU gains nothing from more.
+GROUP_TOKENS, CPU_GROUP_TOKENS = 4096, 1024
 
 
-def grouped(batches: Iterable[Batch], max_tokens: int = GROUP_TOKENS) -> Iterator[Batch]:
-    """The same rows in the same order, in batches of at most `max_tokens` tokens as far as their columns allow.
+def group_tokens(device: torch.device) -> int:
+    """How many tokens a forward on `device` should have at most."""
+    return CPU_GROUP_TOKENS if device.type == "cpu" else GROUP_TOKENS
 
-    Only batches of token columns and of columns that models take concatenated along their first axis are joined;
-    a batch that is larger than `max_tokens` passes as it is.
+
+def groups_of(batches: Iterable[Batch], max_tokens: int) -> Iterator[list[Batch]]:
+    """The same batches in the same order, in groups that `joined` makes one of, of at most `max_tokens` tokens.
+
+    Only batches of token columns and of columns that models take concatenated along their first axis stand together;
+    a batch that is larger than `max_tokens` stands alone. Where one group ends depends on its own batches and the next
+    one alone.
     """
-    yield from map(joined, groups_of(batches, max_tokens))
-
-
-def groups_of(batches: Iterable[Batch], max_tokens: int = GROUP_TOKENS) -> Iterator[list[Batch]]:
-    """What `grouped` joins. Where one group ends depends on its own batches and the next one alone."""
     held: list[Batch] = []
     for batch in batches:
         if held and not (_alike(held[-1], batch) and _tokens([*held, batch]) <= max_tokens):

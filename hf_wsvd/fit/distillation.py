@@ -26,6 +26,8 @@ logger = logging.get_logger("hf_wsvd")
 
 HELD_OUT_EVERY = 8  # one group in so many shows whether the factors got better
 CHECKS = 5  # of the held-out groups, evenly over the steps
+PATIENCE = 3  # checks without progress end the training
+NOTHING_TO_GAIN = 1e-3  # held-out KL, nats a token
 WARM_UP = 10  # steps
 ACTIVATION_BYTES = 64  # of one layer and token, in units of the hidden size: what autograd keeps of a Llama layer
 BETAS = (0.9, 0.95)
@@ -71,8 +73,9 @@ def distill(
     checks = {round(steps * (number + 1) / CHECKS) for number in range(CHECKS)}
     with _training(model, masters, max(group.tokens for group in answered)):
         before = best = _loss_of(model, held)
-        kept = copy.deepcopy(masters)
-        for step in logging.tqdm(range(1, steps + 1), desc="Refining", unit="step"):
+        kept, idle = copy.deepcopy(masters), 0
+        rounds = range(1, steps + 1) if before > NOTHING_TO_GAIN else ()
+        for step in logging.tqdm(rounds, desc="Refining", unit="step"):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
             _backward(model, trained[next(order)])
@@ -82,8 +85,11 @@ def distill(
             optimizer.step()
             for master in masters:
                 master.write()
-            if step in checks and (loss := _loss_of(model, held)) < best:
-                best, kept = loss, copy.deepcopy(masters)
+            if step in checks:
+                if (loss := _loss_of(model, held)) < best:
+                    best, kept, idle = loss, copy.deepcopy(masters), 0
+                elif (idle := idle + 1) == PATIENCE:
+                    break
     for master, projection in zip(kept, cut):
         master.finish(projection)
     logger.info(f"hf_wsvd: refinement took the held-out KL from {before:.4f} to {best:.4f} nats a token")
