@@ -25,7 +25,7 @@ from torch import Tensor
 
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
-from hf_wsvd.fit import factorise
+from hf_wsvd.fit import factorise, spectrum
 from hf_wsvd.fit.fisher import Refined, fisher_loss, refine_adam, refine_alternating
 from tables import fisher_solvers
 
@@ -44,7 +44,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     weight, fisher, gram = (tensor.to(arguments.device) for tensor in synthetic_projection(arguments))
-    down, up = factorise(weight, arguments.heads, arguments.rank, gram)
+    per_head = weight.double().unflatten(0, (arguments.heads, -1))
+    down, up = factorise(weight, arguments.rank, spectrum(per_head @ gram.double() @ per_head.mT))
     split = equally_split(down, up)
     solvers: dict[str, Callable[[], Refined]] = {"whitened start": lambda: Refined(down, up, [])}
     for steps in (100, 1000):

@@ -22,7 +22,7 @@ from hf_wsvd.evaluate.memory import kv_bytes_per_token
 from hf_wsvd.files import replaced_folder, write_text
 
 
-FAST = ["--samples", "4", "--max-tokens", "64"]
+FAST = ["--samples", "4", "--max-tokens", "64", "--rank-allocation", "uniform", "--refinement", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,18 @@ def test_compressed_vision_model_keeps_its_processor(models, tmp_path):
     processor = AutoProcessor.from_pretrained(tmp_path / "out")
     inputs = processor(text="<image>What?", images=Image.new("RGB", (16, 16)), return_tensors="pt")
     assert model.generate(**inputs, max_new_tokens=2).shape[0] == 1
-    assert model.config.quantization_config.k_rank == [8, 8]  # 12, rounded down to a multiple of 8
+    assert model.config.quantization_config.k_rank == [12, 12]
     assert model.config.quantization_config.calibration_info["samples"] == 4
+
+
+def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, tmp_path):
+    arguments = ["--samples", "4", "--max-tokens", "64", "--refinement-steps", "2", "--seed", "3"]
+    assert run(["compress", str(models / "text"), "-o", str(tmp_path / "out"), *arguments]) == 0
+    config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
+    assert sum(config.k_rank + config.v_rank) == 32
+    assert config.fit_info["rank_allocation"] == "gradient"
+    assert set(config.fit_info["held_out_kl"]) == {"before", "after"}
+    assert (config.refinement_steps, config.seed) == (2, 3)
 
 
 def test_dtype_is_kept_or_chosen(models, tmp_path):

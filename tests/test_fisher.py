@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_wsvd.fit import factorise
+from hf_wsvd.fit import factorise, spectrum
 from hf_wsvd.fit.fisher import fisher_loss, refine_adam, refine_alternating
 
 
@@ -24,7 +24,8 @@ def problem(
     """Weight, Fisher information with a heavy tail, and the truncated SVD as the start."""
     weight = torch.randn(heads * head_dim, inputs) / inputs**0.5
     fisher = torch.exp(spread * torch.randn(heads * head_dim, inputs))
-    return weight, fisher, *factorise(weight, heads, rank, torch.eye(inputs))
+    per_head = weight.unflatten(0, (heads, head_dim))
+    return weight, fisher, *factorise(weight, rank, spectrum(per_head @ per_head.mT))
 
 
 def product(down: Tensor, up: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ def test_truncated_files_are_refused(share, file, tmp_path):
 
 
 def test_files_that_are_none(tmp_path, dense):
-    with pytest.raises(ValueError, match=r"none\.safetensors does not exist"):
+    with pytest.raises(ValueError, match=r"none\.safetensors' does not exist"):
         hf_wsvd.compress(copy.deepcopy(dense("llama")), statistics=tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="not a readable"):
         hf_wsvd.load_statistics(tmp_path)
