@@ -78,7 +78,7 @@ def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, t
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
     assert sum(config.k_rank + config.v_rank) == 32
     assert config.fit_info["rank_allocation"] == "gradient"
-    assert set(config.fit_info["held_out_kl"]) == {"before", "after"}
+    assert set(config.fit_info["held_out_kl"]) == {"before", "after", "steps"}
     assert (config.refinement_steps, config.seed) == (2, 3)
 
 

@@ -25,8 +25,9 @@ from .factorise import orthonormal
 logger = logging.get_logger("hf_wsvd")
 
 HELD_OUT_EVERY = 8  # one group in so many shows whether the factors got better
-CHECKS = 5  # of the held-out groups, evenly over the steps
-PATIENCE = 3  # checks without progress end the training
+CHECKS = 6  # of the held-out groups, evenly over the steps
+SETBACK = 0.3  # of the learning rate after a check without progress
+SMALLEST_SCALE = 0.02  # of the learning rate; below it no progress is to be expected
 NOTHING_TO_GAIN = 1e-3  # held-out KL, nats a token
 WARM_UP = 10  # steps
 ACTIVATION_BYTES = 64  # of one layer and token, in units of the hidden size: what autograd keeps of a Llama layer
@@ -43,13 +44,14 @@ def distill(
     steps: int,
     learning_rate: float,
     seed: int = 0,
-) -> tuple[float, float]:
+) -> dict[str, float]:
     """Train the factors of `projections`, which stand in `model`, towards the dense model's recorded answers.
 
     The loss is the KL divergence from the dense model's next-token distribution (its 64 most likely tokens, and all
     others together) at every position of text. Adam with a cosine schedule works on fp32 masters; weights other than
-    the factors keep still. One group in eight is held out: the factors that do best on it, the given ones among them,
-    are kept, so that refinement never ends worse than it began there.
+    the factors keep still. One group in eight is held out and looked at six times. Where the factors have not got
+    better on it, they go back to the best ones and on with a smaller learning rate; the best ones, the given ones
+    among them, are the result, so that refinement never ends worse than it began there.
 
     Args:
         projections: in the model's dtype; those at full rank stay exact.
@@ -59,25 +61,27 @@ def distill(
         seed: of the order of groups.
 
     Returns:
-        KL in nats a token on the held-out groups before and after.
+        `before`, `after`: KL on the held-out groups, nats a token, and the `steps` that led to the result. Zeros if
+        nothing is to train.
     """
     cut = [projection for projection in projections if projection.up is not None]
     if not cut:
-        return 0.0, 0.0
+        return {"before": 0.0, "after": 0.0, "steps": 0}
     held = answered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
     trained = [group for group in answered if not any(group is one for one in held)] or answered
     masters = [Master(projection) for projection in cut]
     parameters = [factor for master in masters for factor in master.factors]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate, betas=BETAS)
     order = _order(len(trained), seed)
     checks = {round(steps * (number + 1) / CHECKS) for number in range(CHECKS)}
     with _training(model, masters, max(group.tokens for group in answered)):
         before = best = _loss_of(model, held)
-        kept, idle = copy.deepcopy(masters), 0
+        kept, taken, scale = copy.deepcopy(masters), 0, 1.0
+        optimizer = torch.optim.Adam(parameters, betas=BETAS)
         rounds = range(1, steps + 1) if before > NOTHING_TO_GAIN else ()
         for step in logging.tqdm(rounds, desc="Refining", unit="step"):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * step / steps)) / 2
+                schedule = min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * step / (steps + 1))) / 2
+                group["lr"] = scale * learning_rate * schedule
             _backward(model, trained[next(order)])
             for master in masters:
                 master.take_gradients(_scale(model))
@@ -85,15 +89,21 @@ def distill(
             optimizer.step()
             for master in masters:
                 master.write()
-            if step in checks:
-                if (loss := _loss_of(model, held)) < best:
-                    best, kept, idle = loss, copy.deepcopy(masters), 0
-                elif (idle := idle + 1) == PATIENCE:
-                    break
+            if step not in checks:
+                continue
+            if (loss := _loss_of(model, held)) < best:
+                best, kept, taken = loss, copy.deepcopy(masters), step
+                continue
+            scale *= SETBACK
+            if scale < SMALLEST_SCALE:
+                break
+            for master, good in zip(masters, kept):
+                master.go_back(good)
+            optimizer = torch.optim.Adam(parameters, betas=BETAS)
     for master, projection in zip(kept, cut):
         master.finish(projection)
     logger.info(f"hf_wsvd: refinement took the held-out KL from {before:.4f} to {best:.4f} nats a token")
-    return before, best
+    return {"before": before, "after": best, "steps": taken}
 
 
 class Master:
@@ -118,6 +128,13 @@ class Master:
         down.grad = self.projection.weight.grad.float().view_as(down).div_(scale)
         up.grad = self.projection.up.grad.float().div_(scale)
         self.projection.weight.grad = self.projection.up.grad = None
+
+    @torch.no_grad()
+    def go_back(self, to: Master) -> None:
+        """Take the factors of `to`, and let the projection have them."""
+        for factor, good in zip(self.factors, to.factors):
+            factor.copy_(good)
+        self.write()
 
     def write(self) -> None:
         """Let the projection have these factors, rounded to its dtype."""

@@ -93,7 +93,7 @@ def refine(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics, f
     """What happens to the factors once all of them stand in the model; `fit.info` records it."""
     if config.refinement != "distillation":
         return
-    before, after = distill(
+    fit.info["held_out_kl"] = distill(
         model,
         [projection for target in fit.targets for *_, projection in target.sides()],
         statistics.answered,
@@ -101,4 +101,3 @@ def refine(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics, f
         learning_rate=config.refinement_learning_rate,
         seed=config.seed,
     )
-    fit.info["held_out_kl"] = {"before": before, "after": after}
