@@ -49,7 +49,7 @@ def fit_smollm2(results: dict[str, Any]) -> str:
     return with_note("\n\n".join(filter(None, [*paragraphs, _prediction(results)])), note, results)
 
 
-SHORT_METHODS = ("svd", "asvd", "svd_llm", "wsvd+allocation")
+SHORT_METHODS = ("svd", "asvd", "svd_llm", "svd_llm+refine", "wsvd+allocation")
 SHORT_RATIOS = [0.8, 0.6, 0.5, 0.4, 0.3]
 
 
@@ -63,7 +63,8 @@ def fit_summary(results: dict[str, Any]) -> str:
     lines = [["dense, all bytes", *([number(grid.dense)] + [""] * (len(SHORT_RATIOS) - 1))]]
     for method in SHORT_METHODS:
         name = "hf_wsvd" if method == "wsvd+allocation" else method
-        lines.append([name, *(number(grid.mean(method, ratio)) for ratio in SHORT_RATIOS)])
+        means = [grid.mean(method, ratio) for ratio in SHORT_RATIOS]
+        lines.append([name, *("" if math.isnan(mean) else number(mean) for mean in means)])
     return markdown_table([f"{what}, at KV ratio", *(f"{ratio:g}" for ratio in SHORT_RATIOS)], lines)
 
 

@@ -38,7 +38,7 @@ class DecoderAttention:
         if side != "q":
             return self.heads
         projection = getattr(self.module, "q_proj", None)
-        if not isinstance(projection, nn.Linear | LatentProjection):
+        if type(projection) not in (nn.Linear, LatentProjection):
             return 0
         heads, rest = divmod(projection.out_features, self.head_dim)
         # Queries with a gate beside them (Qwen3-Next) are twice as wide as the heads that `o_proj` reads.
@@ -62,7 +62,8 @@ def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:
     found = []
     for name, module in decoder.named_modules():
         projections = [getattr(module, f"{side}_proj", None) for side in "kv"]
-        if not all(isinstance(p, nn.Linear | LatentProjection) for p in projections):
+        # Subclasses of Linear compute something else than `weight` says (quantized or scaled weights).
+        if not all(type(p) in (nn.Linear, LatentProjection) for p in projections):
             continue
         if getattr(module, "layer_idx", None) is None or getattr(module, "head_dim", None) is None:
             continue

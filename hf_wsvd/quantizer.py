@@ -177,7 +177,7 @@ def compress(
         hint = "; load it with quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else ""
         raise ValueError(f"the model is quantized already (quant_method={method!r}){hint}")
     quantizer = WSVDHfQuantizer(WSVDConfig() if config is None else config, pre_quantized=False)
-    if calibration is None:
+    if calibration is None and statistics is None:
         calibration = quantizer.quantization_config.calibration
     quantizer.fit(model, calibration=calibration, statistics=statistics, processor=processor)
     quantizer.preprocess_model(model)

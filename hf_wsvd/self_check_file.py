@@ -162,6 +162,13 @@ def _checked_sample(number: int, split: Any, tensors: dict[str, Tensor]) -> Samp
         _expect(bool(named) and value.dtype in DTYPES, f"sample {number} has an input {name!r} of {value.dtype}")
         finite = not value.is_floating_point() or bool(torch.isfinite(value).all())
         _expect(finite, f"input {name!r} of sample {number} is not finite")
+    for name, value in inputs.items():  # a grid that no pixels stand behind would have a vision tower build it
+        if name.endswith("_grid_thw"):
+            pixels = inputs.get("pixel_values_videos" if name.startswith("video") else "pixel_values")
+            patches = -1 if pixels is None else len(pixels)
+            whole = value.ndim == 2 and value.dtype == torch.int64 and bool((value > 0).all())
+            fits = whole and int(value.double().prod(1).sum()) == patches
+            _expect(fits, f"{name} of sample {number} does not describe its {max(patches, 0)} patches")
     ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
     _expect((ids is None) != (embeds is None), f"sample {number} needs input_ids or inputs_embeds")
     tokens = ids if embeds is None else embeds

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
-from .calibration import Statistics, collect_statistics, default_calibration, given_statistics
+from .calibration import Statistics, collect_statistics, default_calibration, given_statistics, is_statistics
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
@@ -37,6 +37,13 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
+    if statistics is not None and not is_statistics(statistics):
+        raise ValueError(
+            f"statistics must be what collect_statistics returned or a file of it, got {type(statistics).__name__}; "
+            "data to calibrate on go to calibration"
+        )
+    if statistics is not None and calibration is not None:
+        raise ValueError("calibration and statistics are both given: statistics were measured on data of their own")
     statistics = given_statistics(calibration if statistics is None else statistics)
     if statistics is None:
         if calibration is None:
@@ -55,6 +62,7 @@ def fit_latents(
         except BaseException:
             unbind_all(model)
             model.get_decoder().set_attn_implementation(implementation)
+            vars(model).pop("_wsvd_self_check", None)
             raise
         fit.keep()
 

@@ -43,7 +43,8 @@ class WSVDConfig(QuantizationConfigMixin):
             layers, and over K and V where both follow `rank_ratio`; `"uniform"` gives every layer the same rank.
             Ratios by layer and explicit ranks stay as they are. `None`: `"gradient"` for method `"wsvd"`, which alone
             has gradients, else `"uniform"`.
-        rank_floor: Smallest allocated rank; `None`: one multiple.
+        rank_floor: Smallest allocated rank, rounded up to a multiple; `None`: one multiple (halved until the ratio
+            allows it).
         q_rank_ratio: Cut the query projections too, to this share of their *parameters* (WSVD, section 3.1). It saves
             weights, not cache, and costs accuracy; `None` leaves them whole.
         q_rank: Explicit ranks of the query heads, as `k_rank`.
@@ -198,6 +199,8 @@ class WSVDConfig(QuantizationConfigMixin):
             self.refinement = "distillation" if gradients else "none"
         check_choice("rank_allocation", self.rank_allocation, RANK_ALLOCATIONS)
         check_choice("refinement", self.refinement, REFINEMENTS)
+        if self.rank_allocation == "uniform" and self.rank_floor is not None:
+            fail("rank_floor", self.rank_floor, "None with rank_allocation='uniform', whose ranks the ratio gives")
         if self.rank_allocation == "gradient" and not gradients:
             fail("rank_allocation", "gradient", f"'uniform' with method={self.method!r}, which has no gradients")
 

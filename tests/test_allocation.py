@@ -92,9 +92,16 @@ def test_given_ranks_and_skipped_projections_are_not_touched(dense, statistics):
 
 def test_the_floor_holds_everywhere(dense, statistics):
     k_rank, v_rank = ranks_of(dense("llama"), statistics("llama"), rank_floor=6)
-    assert min(k_rank + v_rank) == 6
-    with pytest.raises(ValueError, match=r"rank_ratio=0.3 is too low to allocate.*lower rank_multiple or rank_floor"):
+    assert min(k_rank + v_rank) == 8, "rounded up to a multiple"
+    with pytest.raises(ValueError, match=r"rank_ratio=0.3 is too low to allocate.*lower rank_floor"):
         ranks_of(dense("llama"), statistics("llama"), rank_ratio=0.3, rank_floor=6)
+
+
+@pytest.mark.parametrize(("ratio", "step"), [(0.2, 2), (0.1, 1)])
+def test_a_low_ratio_takes_finer_steps(ratio, step, dense, statistics):
+    k_rank, v_rank = ranks_of(dense("llama"), statistics("llama"), rank_ratio=ratio)
+    assert sum(k_rank + v_rank) <= ratio * 6 * 16
+    assert min(k_rank + v_rank) == step
 
 
 def test_allocated_ranks_predict_less_loss_than_uniform_ones_of_the_same_bytes(dense, statistics):

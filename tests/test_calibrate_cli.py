@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,18 @@ def test_compress_refuses_statistics_that_do_not_fit(models, stats, tmp_path, ca
 def test_the_file_holds_no_path(stats, models):
     with safe_open(stats, "pt") as opened:
         assert str(models) not in json.dumps(opened.metadata())
+
+
+def test_sigterm_keeps_what_was_measured(tmp_path):
+    """Batch systems send it before they kill."""
+    script = """
+import os, signal, sys
+from hf_wsvd.cli.calibrate import terminated_like_interrupted
+try:
+    with terminated_like_interrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 7

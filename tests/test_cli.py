@@ -72,14 +72,21 @@ def test_compressed_vision_model_keeps_its_processor(models, tmp_path):
     assert model.config.quantization_config.calibration_info["samples"] == 4
 
 
-def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, tmp_path):
+def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, tmp_path, capsys):
     arguments = ["--samples", "4", "--max-tokens", "64", "--refinement-steps", "2", "--seed", "3"]
     assert run(["compress", str(models / "text"), "-o", str(tmp_path / "out"), *arguments]) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.quantization_config
     assert sum(config.k_rank + config.v_rank) == 32
     assert config.fit_info["rank_allocation"] == "gradient"
-    assert set(config.fit_info["held_out_kl"]) == {"before", "after", "steps"}
+    assert set(config.fit_info["refinement_kl"]) == {"before", "after", "steps", "held_out"}
     assert (config.refinement_steps, config.seed) == (2, 3)
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr().out
+    assert "rank_allocation: gradient" in output
+    assert "KL to the dense model on calibration data: " in output
+    arguments = ["compress", models / "text", "-o", tmp_path / "none", "--refinement", "none", *arguments[-4:-2]]
+    assert "--refinement-steps are those of the distillation" in error_of(capsys, arguments)
 
 
 def test_dtype_is_kept_or_chosen(models, tmp_path):

@@ -304,3 +304,83 @@ def test_a_failing_calibration_names_the_module_and_leaves_mode_and_hooks(dense)
         hf_wsvd.collect_statistics(model, [*padded_batches(), {"input_ids": torch.tensor([[999]])}])
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+# What a review found -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", [0, 0.1])
+def test_a_single_answer_token_gives_finite_factors(damping, dense):
+    """Its gradients span one direction of each head; noise of the sums must not be inverted."""
+    model = copy.deepcopy(dense("llama"))
+    batch = tiny_models.prompt("llama", tokens=10)
+    labels = torch.full_like(batch["input_ids"], -100)
+    labels[0, -1] = 7
+    config = hf_wsvd.WSVDConfig(gradient_damping=damping, refinement="none")
+    hf_wsvd.compress(model, config, calibration=[{**batch, "labels": labels}])
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_left_padding_with_labels_counts_no_prediction_from_padding(dense):
+    model = copy.deepcopy(dense("llama"))
+    model.set_attn_implementation("eager")  # which lets a padded position attend to others
+    rows = [tiny_models.prompt("llama", tokens=tokens, seed=tokens) for tokens in (12, 6)]
+    alone = hf_wsvd.collect_statistics(model, [{**row, "labels": row["input_ids"]} for row in rows], fisher=True)
+    ids, mask = torch.zeros(2, 12, dtype=torch.int64), torch.zeros(2, 12, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        length = row["input_ids"].shape[1]
+        ids[number, -length:], mask[number, -length:] = row["input_ids"][0], 1
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    batch = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    padded = hf_wsvd.collect_statistics(model, [{**batch, "labels": ids.masked_fill(mask == 0, -100)}], fisher=True)
+    for side, moment in alone.gradient.items():
+        torch.testing.assert_close(padded.gradient[side], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
+        fisher = alone.fisher[side]
+        torch.testing.assert_close(padded.fisher[side], fisher, rtol=1e-3, atol=1e-3 * fisher.max().item())
+
+
+def test_int32_ids_and_labels_are_those_of_int64(dense):
+    ids = tiny_models.prompt("llama")["input_ids"]
+    wide, narrow = (
+        hf_wsvd.collect_statistics(dense("llama"), [{"input_ids": x, "labels": x}]) for x in (ids, ids.int())
+    )
+    assert all(torch.equal(wide.gradient[side], narrow.gradient[side]) for side in wide.gradient)
+
+
+def test_statistics_of_permuted_inputs_are_refused(dense, statistics):
+    model = copy.deepcopy(dense("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.flip(1)  # the norms stay
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_proj: its weights are others"):
+        hf_wsvd.compress(model, statistics=statistics("llama"))
+
+
+def test_a_low_rank_model_is_not_calibrated(compressed):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_proj is low-rank already"):
+        hf_wsvd.collect_statistics(compressed("llama"), tiny_models.calibration_batches("llama"))
+
+
+def test_layers_that_scale_their_weight_are_left_alone(dense):
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = copy.deepcopy(dense("llama"))
+    projection = model.model.layers[1].self_attn.k_proj
+    scaled = Scaled(projection.in_features, projection.out_features, bias=False)
+    scaled.weight = projection.weight
+    model.model.layers[1].self_attn.k_proj = scaled
+    assert [attention.layer for attention in decoder_attentions(model)] == [0, 2]
+
+
+def test_statistics_and_data_are_told_apart(dense, statistics):
+    batches = tiny_models.calibration_batches("llama")
+    with pytest.raises(ValueError, match="statistics must be what collect_statistics returned"):
+        hf_wsvd.compress(copy.deepcopy(dense("llama")), statistics=batches)
+    with pytest.raises(ValueError, match="calibration and statistics are both given"):
+        hf_wsvd.compress(copy.deepcopy(dense("llama")), calibration=batches, statistics=statistics("llama"))
+
+
+def test_inference_mode_is_refused(dense):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"cannot run inside torch\.inference_mode"):
+        hf_wsvd.collect_statistics(dense("llama"), tiny_models.calibration_batches("llama"))

@@ -22,7 +22,7 @@ def collect_statistics(
     fisher: bool = False,
     keep_answers: bool = True,
     partial: str | PathLike[str] | None = None,
-    save_every: float = 300.0,
+    save_every: float = 60.0,
 ) -> Statistics:
     """Run `batches` forward and backward through the dense model and accumulate what a fit needs.
 
@@ -37,8 +37,10 @@ def collect_statistics(
         fisher: also the element-wise Fisher information, one number a weight, which `refinement="fisher"` needs.
         keep_answers: keep the inputs and the dense model's answers, which `refinement="distillation"` needs.
         partial: a file for the running state, with the inputs seen so far. It is written every `save_every` seconds
-            and when an error or Ctrl-C ends the run. If it is there at the start, the run goes on from it, with the
-            same result as if it had never stopped. It stays until the caller removes it, having stored the result.
+            (less often if writing takes long), and when Ctrl-C or an error between two groups of sequences ends the
+            run; an error within a group, or a kill, costs what came after the last write. If it is there at the
+            start, the run goes on from it, with the same result as if it had never stopped. It stays until the
+            caller removes it, having stored the result.
         save_every: seconds.
 
     Raises:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
+from ..modules import LatentProjection
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
 from .batches import IGNORED, Batch
 from .chat import place
@@ -37,6 +38,11 @@ class Collector:
         self.attentions = decoder_attentions(model)
         if not self.attentions:
             raise ValueError(f"{type(model).__name__} has no attention with separate k_proj and v_proj to calibrate")
+        compressed = [a.side_name("k") for a in self.attentions if isinstance(a.module.k_proj, LatentProjection)]
+        if compressed:
+            raise ValueError(f"{compressed[0]} is low-rank already: statistics are those of the dense model")
+        if torch.is_inference_mode_enabled():
+            raise ValueError("calibration needs gradients and cannot run inside torch.inference_mode()")
         offloaded = [a.side_name("k") for a in self.attentions if a.module.k_proj.weight.device.type == "meta"]
         if offloaded:
             raise ValueError(
@@ -180,9 +186,13 @@ class Collector:
     def _labels(self, batch: Batch, inputs: Batch, counted: Tensor) -> Tensor | None:
         """`[B, S - 1]`: the token that each position should predict, -100 where none counts."""
         if "labels" in batch:
-            return batch["labels"][:, 1:]
+            labels, mask = batch["labels"][:, 1:].long(), batch.get("attention_mask")
+            if mask is not None and mask.shape == batch["labels"].shape:
+                # The first token of a row with padding on its left is predicted from padding.
+                labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), IGNORED)
+            return labels
         if "input_ids" in inputs:
-            return inputs["input_ids"][:, 1:].masked_fill(~counted, IGNORED)
+            return inputs["input_ids"][:, 1:].long().masked_fill(~counted, IGNORED)
         return None
 
     def _keep_answers(self, batch: Batch, logits: Tensor, counted: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import threading
 import time
@@ -52,6 +53,7 @@ class Progress:
         self.contents = Contents()
         self._weights = "" if path is None else fingerprint(collector.model)
         self._saved = time.monotonic()
+        self._seconds_to_save = 0.0
         self._consistent = True
         self._batches_saved = 0
 
@@ -62,6 +64,8 @@ class Progress:
         """
         if self.path is None:
             return
+        if self.path.is_dir() or not os.access(self.path.absolute().parent, os.W_OK | os.X_OK):
+            raise ValueError(f"partial={str(self.path)!r} cannot be written: it must be a file in a folder that can")
         remove_unfinished(self.path)
         if not self.path.exists():
             return
@@ -93,7 +97,8 @@ class Progress:
             for batch in members:
                 self.contents.add(batch)
             self._consistent = True
-        if time.monotonic() - self._saved >= self.save_every:
+        # A large state takes long to write: at most a twentieth of the time goes into it.
+        if time.monotonic() - self._saved >= max(self.save_every, 20 * self._seconds_to_save):
             self.save()
 
     @contextmanager
@@ -113,7 +118,7 @@ class Progress:
         """Write the state, if there is any that is not on disk. A disk that is full is no reason to stop: it warns."""
         if self.path is None or self.contents.batches == self._batches_saved:
             return
-        collector = self.collector
+        collector, begin = self.collector, time.monotonic()
         header = {
             "version": FORMAT_VERSION,
             "decoder_shape": decoder_shape(collector.model),
@@ -134,6 +139,7 @@ class Progress:
         except OSError as error:
             logger.warning(f"hf_wsvd: the unfinished calibration cannot be written to {self.path}: {error}")
         self._saved = time.monotonic()
+        self._seconds_to_save = self._saved - begin
 
     def _check(self, header: dict[str, Any]) -> None:
         check_record(header, FORMAT_VERSION)

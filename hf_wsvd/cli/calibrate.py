@@ -1,6 +1,10 @@
 """`hf-wsvd calibrate`: a dense model and data in, one file of statistics out, for any number of compressions."""
 
 import shlex
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +74,13 @@ def calibrate(
         batches = default_calibration(dense, processor, samples=samples, seed=seed, **limit)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(output)
-    statistics = collect_statistics(dense, batches, fisher=fisher, partial=partial)
+    with terminated_like_interrupted():
+        try:
+            statistics = collect_statistics(dense, batches, fisher=fisher, partial=partial)
+        except KeyboardInterrupt:
+            if partial.exists():
+                typer.echo(f"{partial} holds what was measured; the same command goes on from there", err=True)
+            raise
     remove_unfinished(output)
     save_statistics(statistics, output)
     partial.unlink(missing_ok=True)
@@ -89,3 +99,16 @@ def calibrate(
 def partial_of(output: Path) -> Path:
     """Where the running state of a calibration lies until it is complete."""
     return output.with_name(f".{output.name}.partial")
+
+
+@contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, which batch systems send before they kill, ends the block as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

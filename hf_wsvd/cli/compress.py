@@ -57,7 +57,7 @@ def compress(
             help="distillation (the factors learn the dense model's answers; best on a GPU), fisher or none."
         ),
     ] = None,
-    refinement_steps: Annotated[int, typer.Option(min=1, help="Steps of the distillation.")] = 60,
+    refinement_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the distillation; 60.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
@@ -90,9 +90,11 @@ def compress(
         method=method,
         rank_allocation=rank_allocation,
         refinement=refinement,
-        refinement_steps=refinement_steps,
         seed=seed,
+        **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),
     )
+    if refinement_steps is not None and config.refinement != "distillation":
+        raise ValueError(f"--refinement-steps are those of the distillation, and --refinement is {config.refinement}")
     if calibration is not None and (dataset is not None or max_tokens is not None):
         lone = "--dataset" if dataset is not None else "--max-tokens"
         raise ValueError(f"--calibration names finished statistics: {lone} says nothing beside it, leave one out")

@@ -118,6 +118,7 @@ def text(description: dict[str, Any]) -> str:
         ranks = "dense" if layout is None else f"K {k_rank}, V {v_rank} of {cache['head_dim']}, key layout {layout}"
         lines.append(f"  {span:>7}  {ranks}: {size:,} bytes a token (dense {dense:,})")
     lines.append(f"  rotary rows, shared by the layers: {cache['rotary_bytes']:,} bytes a token")
+    lines += ["", "fit", *(f"  {line}" for line in fit_lines(quantization))]
     info = quantization.get("calibration_info") or {}
     lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]
     lines += ["", "self-check", *self_check_lines(description)]
@@ -148,6 +149,17 @@ def self_check_lines(description: dict[str, Any]) -> list[str]:
 def distance_cells(distance: dict[str, Any]) -> list[str]:
     """One part of a self-check for a table."""
     return [f"{distance['kl']:.4f}", f"{distance['agreement']:.1%}", f"{distance['tokens']:,}"]
+
+
+def fit_lines(quantization: dict[str, Any]) -> list[str]:
+    """Method, rank allocation and refinement of the fit, and what the refinement brought."""
+    fit = quantization.get("fit_info") or {}
+    lines = [f"{name}: {printable(fit[name])}" for name in ("method", "rank_allocation", "refinement") if name in fit]
+    measured = fit.get("refinement_kl")
+    if isinstance(measured, dict):
+        before, after, steps = (printable(measured.get(name)) for name in ("before", "after", "steps"))
+        lines.append(f"KL to the dense model on calibration data: {before}, after {steps} steps {after}")
+    return lines or ["not recorded"]
 
 
 def printable(value: Any) -> str:

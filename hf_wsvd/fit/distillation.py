@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from ..calibration.answers import Answered, divergences, log_probabilities_of
 from ..calibration.chat import place
+from ..calibration.collector import logits_of
 from ..calibration.modes import FP16_LOSS_SCALE, frozen, recomputed
 from ..calibration.sums import FREE_SHARE, free_bytes
 from ..decoder import decoder_attentions, evaluation_mode
@@ -44,7 +45,7 @@ def distill(
     steps: int,
     learning_rate: float,
     seed: int = 0,
-) -> dict[str, float]:
+) -> dict[str, float | int]:
     """Train the factors of `projections`, which stand in `model`, towards the dense model's recorded answers.
 
     The loss is the KL divergence from the dense model's next-token distribution (its 64 most likely tokens, and all
@@ -61,12 +62,12 @@ def distill(
         seed: of the order of groups.
 
     Returns:
-        `before`, `after`: KL on the held-out groups, nats a token, and the `steps` that led to the result. Zeros if
-        nothing is to train.
+        `before`, `after`: KL on the held-out groups, nats a token; the `steps` that led to the result; how many groups
+        were `held_out`, 0 where there are too few and the trained ones decide. Zeros if nothing is to train.
     """
     cut = [projection for projection in projections if projection.up is not None]
     if not cut:
-        return {"before": 0.0, "after": 0.0, "steps": 0}
+        return {"before": 0.0, "after": 0.0, "steps": 0, "held_out": 0}
     held = answered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
     trained = [group for group in answered if not any(group is one for one in held)] or answered
     masters = [Master(projection) for projection in cut]
@@ -75,6 +76,8 @@ def distill(
     checks = {round(steps * (number + 1) / CHECKS) for number in range(CHECKS)}
     with _training(model, masters, max(group.tokens for group in answered)):
         before = best = _loss_of(model, held)
+        if not math.isfinite(before):
+            raise ValueError("the low-rank model's answers are not finite: no factors can be learned from them")
         kept, taken, scale = copy.deepcopy(masters), 0, 1.0
         optimizer = torch.optim.Adam(parameters, betas=BETAS)
         rounds = range(1, steps + 1) if before > NOTHING_TO_GAIN else ()
@@ -103,7 +106,7 @@ def distill(
     for master, projection in zip(kept, cut):
         master.finish(projection)
     logger.info(f"hf_wsvd: refinement took the held-out KL from {before:.4f} to {best:.4f} nats a token")
-    return {"before": before, "after": best, "steps": taken}
+    return {"before": before, "after": best, "steps": taken, "held_out": len(held) if held is not answered else 0}
 
 
 class Master:
@@ -217,7 +220,7 @@ def _loss_of(model: PreTrainedModel, groups: list[Answered]) -> float:
 
 def _divergence(model: PreTrainedModel, group: Answered) -> Tensor:
     """Mean KL(dense || model) over a group's positions."""
-    logits = model(**place(group.inputs, model), use_cache=False).logits[:, :-1]
+    logits = logits_of(model, place(group.inputs, model))[:, :-1]
     logits = logits[group.positions.to(logits.device)]
     parts = zip(
         logits.split(ROWS),

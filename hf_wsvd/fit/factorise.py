@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 
+SMALLEST_SHARE = 1e-6  # of the largest gradient that any direction of a head is taken to have
+
+
 @dataclass(frozen=True)
 class Spectrum:
     """What a head's output is made of, most important directions first.
@@ -49,7 +52,8 @@ def spectrum(moment: Tensor, weighting: Tensor | None = None) -> Spectrum:
         vectors = vectors.flip(-1)
         return Spectrum(vectors, vectors, energy.flip(-1).clamp_min(0))
     values, rotation = torch.linalg.eigh(weighting.double())
-    values = values.clamp_min(torch.finfo(torch.float64).tiny)
+    # Sums in fp32 leave noise, of either sign, where no gradient was measured; the inverse would blow it up.
+    values = values.clamp_min(SMALLEST_SHARE * values.amax(-1, keepdim=True)).clamp_min(torch.finfo(values.dtype).tiny)
     root = (rotation * values.sqrt()[:, None]) @ rotation.mT
     inverse = (rotation * values.rsqrt()[:, None]) @ rotation.mT
     energy, vectors = torch.linalg.eigh(root @ moment @ root)
@@ -71,7 +75,7 @@ def factorise(weight: Tensor, rank: int, parts: Spectrum) -> tuple[Tensor, Tenso
         None at `rank == head_dim`, where `down` is the weight itself.
 
     Raises:
-        ValueError: for a weight with NaN or infinity.
+        ValueError: for a weight with NaN or infinity, or statistics that make factors so.
     """
     if not torch.isfinite(weight).all():
         raise ValueError("the weight holds NaN or infinity and cannot be factorised")
@@ -81,7 +85,10 @@ def factorise(weight: Tensor, rank: int, parts: Spectrum) -> tuple[Tensor, Tenso
         return per_head.float(), None
     up = parts.basis[..., :rank].to(weight.device)
     down = parts.dual[..., :rank].mT.to(weight.device) @ per_head.double()
-    return orthonormal(down, up)
+    down, up = orthonormal(down, up)
+    if not (torch.isfinite(down).all() and torch.isfinite(up).all()):
+        raise ValueError("its factors are not finite: the statistics hold numbers that are too far apart")
+    return down, up
 
 
 def orthonormal(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ def refine(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics, f
     """What happens to the factors once all of them stand in the model; `fit.info` records it."""
     if config.refinement != "distillation":
         return
-    fit.info["held_out_kl"] = distill(
+    fit.info["refinement_kl"] = distill(
         model,
         [projection for target in fit.targets for *_, projection in target.sides()],
         statistics.answered,

@@ -48,7 +48,7 @@ class Plan:
             ValueError: the statistics were measured on other weights, or a weight is NaN or infinity.
         """
         name, key = target.attention.side_name(side), (target.attention.layer, side)
-        check_weight(name, linear.weight, self.statistics.weight[key])
+        check_weight(name, linear.weight, self.statistics, key)
         try:
             parts = self.spectra.pop(key, None)
             if parts is None:
@@ -116,19 +116,20 @@ def check_statistics(target: Target, side: str, linear: nn.Module, statistics: S
         raise ValueError(f"the statistics hold no gradients of {name}, which this method needs: collect them anew")
 
 
-def check_weight(name: str, weight: Tensor, held: Tensor) -> None:
-    """Raise ValueError if the statistics were measured on other weights.
+def check_weight(name: str, weight: Tensor, statistics: Statistics, key: Side) -> None:
+    """Raise ValueError if the statistics were measured on other weights than the dense `weight`.
 
-    Args:
-        weight: dense, `[heads * head_dim, in_features]`.
-        held: what the statistics have of it, `W_h W_h^T` `[heads, head_dim, head_dim]`.
+    Compared are each output's norm, and its energy on the calibration inputs.
     """
-    measured = held.diagonal(dim1=1, dim2=2)
-    norms = weight.detach().double().square().sum(-1).view_as(measured).to(measured)
-    if bool((norms - measured).norm() > SAME_WEIGHT * measured.norm()):
-        raise ValueError(
-            f"the statistics do not fit {name}: its weights are others; were they collected on another model?"
-        )
+    dense = weight.detach().float()
+    energy = ((dense @ statistics.gram[key[0]].to(dense)) * dense).sum(-1)
+    for found, held in ((dense.square().sum(-1), statistics.weight[key]), (energy, statistics.output[key])):
+        measured = held.diagonal(dim1=1, dim2=2).flatten()
+        found = found.to(measured)
+        if bool((found - measured).norm() > SAME_WEIGHT * measured.norm()):
+            raise ValueError(
+                f"the statistics do not fit {name}: its weights are others; were they collected on another model?"
+            )
 
 
 def check_refinement(chosen: list[Target], config: WSVDConfig, statistics: Statistics) -> None:
@@ -142,7 +143,7 @@ def check_refinement(chosen: list[Target], config: WSVDConfig, statistics: Stati
     if config.refinement == "fisher" and any(key not in statistics.fisher for key in cut):
         raise ValueError(
             'refinement="fisher" needs the element-wise Fisher information, and the statistics hold none: collect '
-            "them with fisher=True"
+            "them with fisher=True, or `hf-wsvd calibrate --fisher`"
         )
 
 
@@ -164,19 +165,24 @@ def with_allocated_ranks(chosen: list[Target], config: WSVDConfig, tails: list[d
             continue
         dims = {attention.head_dim for attention in pool.values()}
         step = max(min(config.rank_multiple, min(dims) // 4), 1)
-        budget = sum(attention.heads * attention.head_dim for attention in pool.values())
+        ratio, total = getattr(config, name), sum(attention.heads for attention in pool.values())
+        budget = math.floor(ratio * sum(a.heads * a.head_dim for a in pool.values()) + 1e-6)
+        if config.rank_floor is None:  # a low ratio needs finer steps
+            while step > 1 and step * total > budget:
+                step = max(step // 2, 1)
+        floor = step * math.ceil((config.rank_floor or step) / step)
         try:
             ranks |= allocate(
                 {key: tails[key[0]][key[1]] for key in pool},
                 {key: attention.heads for key, attention in pool.items()},
-                math.floor(getattr(config, name) * budget + 1e-6),
+                budget,
                 step,
-                config.rank_floor or step,
+                floor,
             )
         except ValueError as error:
             raise ValueError(
-                f"WSVDConfig: {name}={getattr(config, name)} is too low to allocate: {error}; lower rank_multiple or "
-                "rank_floor, or use rank_allocation='uniform'"
+                f"WSVDConfig: {name}={ratio} is too low to allocate: {error}; lower rank_floor, or use "
+                "rank_allocation='uniform'"
             ) from error
     return [
         replace(target, **{f"{side}_rank": ranks[number, side] for side in target.allocated})
