@@ -83,9 +83,13 @@ class SelfCheck:
         return {"source": self.source, "dtype": self.dtype, "samples": len(self.samples), **parts, **self.versions}
 
 
-def recorded_dense_side(statistics: Statistics) -> SelfCheck | None:
-    """The dense model's side of a self-check as calibration recorded it: on its samples, else on arbitrary tokens."""
-    if statistics.samples:
+def recorded_dense_side(statistics: Statistics, source: str) -> SelfCheck | None:
+    """The dense model's side of a self-check as calibration recorded it.
+
+    Args:
+        source: "calibration" takes calibration samples where there are any, "probe" arbitrary tokens.
+    """
+    if statistics.samples and source == "calibration":
         return _half(statistics.samples, "calibration")
     return None if statistics.probe is None else _half([statistics.probe], "probe")
 

@@ -89,8 +89,10 @@ class Streaming:
             self.take(name, weight.data)
         fit = Fit(self.plan.targets, self.plan.info)
         refine(model, self.config, self.statistics, fit)
-        dense = recorded_dense_side(self.statistics)
-        if dense is None:
+        dense = None
+        if self.config.self_check != "none":
+            dense = recorded_dense_side(self.statistics, self.config.self_check)
+        if dense is None and self.config.self_check != "none":
             warn_of_no_self_check(model, "the statistics hold no answers of the dense model")
         settle(model, self.config, fit, dense, self.statistics.info)
 

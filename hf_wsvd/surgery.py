@@ -55,7 +55,9 @@ def fit_latents(
             keep_answers=config.refinement == "distillation",
         )
     implementation = model.get_decoder().config._attn_implementation
-    dense = recorded_dense_side(statistics) or measured_dense_side(model)
+    dense = None
+    if config.self_check != "none":
+        dense = recorded_dense_side(statistics, config.self_check) or measured_dense_side(model)
     with fitted(model, config, statistics) as fit:
         try:
             settle(model, config, fit, dense, statistics.info)

@@ -16,6 +16,7 @@ FORMAT_VERSION = 2
 
 METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
+SELF_CHECKS = ("calibration", "probe", "none")
 REFINEMENTS = ("none", "fisher", "distillation")
 
 # Written by `to_dict` for readers of config.json, never read back.
@@ -60,6 +61,9 @@ class WSVDConfig(QuantizationConfigMixin):
             `"none"`. `None`: `"distillation"` for method `"wsvd"`, else `"none"`.
         refinement_steps, refinement_learning_rate: Of `"distillation"`.
         seed: Of the order in which distillation sees the calibration set.
+        self_check: Inputs that a checkpoint records with the answers to them, for `verify`: `"calibration"` (up to
+            four calibration samples, which are saved and pushed with the weights), `"probe"` (arbitrary tokens) or
+            `"none"`.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
             is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
             `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
@@ -99,6 +103,7 @@ class WSVDConfig(QuantizationConfigMixin):
         refinement_steps: int = 60,
         refinement_learning_rate: float = 5e-4,
         seed: int = 0,
+        self_check: str = "calibration",
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
         fit_info: dict[str, Any] | None = None,
@@ -128,6 +133,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self.refinement_steps = refinement_steps
         self.refinement_learning_rate = refinement_learning_rate
         self.seed = seed
+        self.self_check = self_check
         self.calibration = calibration
         self.calibration_info = calibration_info
         self.fit_info = fit_info
@@ -199,6 +205,7 @@ class WSVDConfig(QuantizationConfigMixin):
             self.refinement = "distillation" if gradients else "none"
         check_choice("rank_allocation", self.rank_allocation, RANK_ALLOCATIONS)
         check_choice("refinement", self.refinement, REFINEMENTS)
+        check_choice("self_check", self.self_check, SELF_CHECKS)
         if self.rank_allocation == "uniform" and self.rank_floor is not None:
             fail("rank_floor", self.rank_floor, "None with rank_allocation='uniform', whose ranks the ratio gives")
         if self.rank_allocation == "gradient" and not gradients:

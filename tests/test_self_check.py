@@ -126,6 +126,23 @@ def test_without_calibration_samples_arbitrary_tokens_serve(dense, statistics):
     assert verify(model).passed
 
 
+@pytest.mark.parametrize("from_statistics", [True, False])
+def test_calibration_data_stay_out_of_the_checkpoint_where_the_config_says_so(
+    from_statistics, dense, statistics, tmp_path
+):
+    options = {"refinement": "none", "calibration": statistics("llama")}
+    if not from_statistics:
+        options["calibration"] = calibration_batches("llama")
+    dense("llama").save_pretrained(tmp_path / "dense")
+    for choice, source in (("calibration", "calibration"), ("probe", "probe"), ("none", None)):
+        config = WSVDConfig(self_check=choice, **options)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+        check = self_check_of(model)
+        assert (check and check.source) == source
+        model.save_pretrained(tmp_path / choice)
+        assert (tmp_path / choice / SELF_CHECK_FILE).exists() is (source is not None)
+
+
 def test_samples_that_the_model_cannot_continue_are_left_out(dense):
     batch = prompt("llava", tokens=6)  # ends with the image
     config = WSVDConfig(refinement="none")

@@ -61,6 +61,9 @@ def compress(
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
+    self_check: Annotated[
+        str, typer.Option(help="Inputs recorded in the checkpoint: calibration (samples of the data), probe or none.")
+    ] = "calibration",
     dataset: Dataset = None,
     dataset_name: DatasetName = None,
     split: Split = None,
@@ -91,6 +94,7 @@ def compress(
         rank_allocation=rank_allocation,
         refinement=refinement,
         seed=seed,
+        self_check=self_check,
         **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),
     )
     if refinement_steps is not None and config.refinement != "distillation":
