@@ -94,6 +94,80 @@ def test_a_split_is_chosen_by_name(places, place):
         load_calibration(places / place, byte_tokenizer(), split="validation")
 
 
+@pytest.mark.parametrize(("name", "streaming"), [("a.jsonl", False), ("a.jsonl", True), ("a.json", False)])
+def test_strings_of_json_stay_strings(tmp_path, name, streaming):
+    """Whatever they look like, and beside rows whose content is a list of parts."""
+    answers = ["2", "true", "null", "[]", "4.50", '"a"', "{}"]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    parts = [{"type": "text", "text": "in parts"}]
+    rows += [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{', '.join(lines)}]")
+    batches = load_calibration(tmp_path / name, chat_tokenizer(), samples=8, streaming=streaming)
+    labelled = [batch["labels"][batch["labels"] != -100].tolist() for batch in batches]
+    assert sorted(map(byte_tokenizer().decode, labelled)) == sorted(f"{text}</s>" for text in [*answers, "in parts"])
+    assert batches.source == {"dataset": name, "split": "train", "preset": "messages", "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        ('[{"text": "a"}, {"text": "b"}]', 2),
+        ('{"data": [{"text": "a"}, {"text": "b"}]}', 2),
+        ('{"text": "a"}\n\n{"text": "b"}\n', 2),
+        ('{"text": "a"}', 1),
+        ('{"messages": [{"role": "user", "content": "a"}]}', 1),
+        ('\ufeff[{"other": "c"}, {"text": "a"}]', 1),
+    ],
+)
+def test_json_files_hold_rows_in_several_ways(tmp_path, content, count):
+    (tmp_path / "a.json").write_text(content, encoding="utf-8")
+    assert len(load_calibration(tmp_path / "a.json", chat_tokenizer(), samples=2)) == count
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl holds no rows"),
+        ("a.jsonl", "\n \n", "a.jsonl holds no rows"),
+        ("a.json", "", "a.json holds no rows"),
+        ("a.json", "[]", "a.json holds no rows"),
+        ("a.json", '{"data": []}', "a.json holds no rows"),
+        ("a.jsonl", '{"text": "a"}\n\n"b"\n', "a.jsonl, line 3: a row must be a JSON object, got str"),
+        ("a.json", '[{"text": "a"},\n\n 7]', "a.json, line 3: a row must be a JSON object, got int"),
+        ("a.json", '{"data":\n["b"]}', "a.json, line 2: a row must be a JSON object, got str"),
+        ("a.json", "7", "a.json must hold a list of rows, got int"),
+        ("a.json", '[{"text":\n a}]', "a.json, line 2 is no JSON: Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "a.jsonl, line 2 is no JSON: Expecting"),
+        ("a.jsonl", b"\xff\xfe\xff", "a.jsonl is no UTF-8 text"),
+        ("a.json", b"\xff\xfe\xff", "a.json is no UTF-8 text"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl, line 1 is no JSON"),
+    ],
+)
+def test_broken_json_is_named_by_file_and_line(tmp_path, name, content, message, streaming):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"{message}"):
+        load_calibration(tmp_path / name, byte_tokenizer(), streaming=streaming)
+
+
+def test_json_lines_are_streamed_from_a_shuffled_buffer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(3000)) + "no JSON")
+    first, again, other = (
+        texts(load_calibration(path, byte_tokenizer(), samples=50, seed=seed, streaming=True)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert len(set(first)) == 50
+    assert max(map(int, first)) < 1050
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(1100)))
+    everything = texts(load_calibration(path, byte_tokenizer(), samples=1100, streaming=True))
+    assert sorted(map(int, everything)) == list(range(1100))
+
+
 def test_rows_come_from_memory():
     dataset = datasets.Dataset.from_list(TEXTS)
     streams = (dataset.to_iterable_dataset(), datasets.IterableDataset.from_generator(lambda: iter(TEXTS)))
@@ -343,10 +417,14 @@ def test_broken_files_are_named(tmp_path, places):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": b}\n')
     (tmp_path / "bad.parquet").write_text("no table")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
-    for name, message in (("bad.jsonl", "in row 1"), ("bad.parquet", "Parquet"), ("bad.txt", "no UTF-8 text")):
+    for name, message in (
+        ("bad.jsonl", "line 2 is no JSON"),
+        ("bad.parquet", "Parquet"),
+        ("bad.txt", "no UTF-8 text"),
+    ):
         with pytest.raises(ValueError, match=rf"{name}.*{message}"):
             load_calibration(tmp_path / name, byte_tokenizer())
-    with pytest.raises(ValueError, match=r"rows\.jsonl does not load: Unknown split"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl is one file and has the split 'train' alone; got split='test'"):
         load_calibration(places / "rows.jsonl", byte_tokenizer(), split="test")
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         load_calibration(tmp_path / "none.jsonl", byte_tokenizer())

@@ -94,7 +94,7 @@ def check_preset(preset: str | None) -> None:
 
 
 def _text(row: Row, reading: Reading) -> str:
-    text = "" if row["text"] is None else _string(row, "text")
+    text = "" if row.get("text") is None else _string(row, "text")
     if not text.strip():
         raise Unused("without text")
     return text
@@ -118,7 +118,7 @@ def _scienceqa(row: Row, reading: Reading) -> Messages:
         raise Unused("without an image")
     if not reading.images and row.get("image") is not None:
         raise Unused("with an image, which a tokenizer cannot take")
-    choices, answer = row["choices"], row["answer"]
+    choices, answer = row.get("choices"), row.get("answer")
     letters = string.ascii_uppercase
     if not isinstance(choices, list | tuple) or not 1 <= len(choices) <= len(letters):
         raise ValueError(f"choices must be a list of 1 to {len(letters)}, got {choices!r}")
@@ -188,7 +188,7 @@ def _part(part: Any, place: str, images: Iterator[Callable], reading: Reading) -
 
 
 def _string(row: Row, column: str) -> str:
-    value = row[column]
+    value = row.get(column)
     if isinstance(value, str | int | float):
         return str(value)
     raise ValueError(f"{column} must be a string, got {type(value).__name__}")
