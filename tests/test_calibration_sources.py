@@ -220,6 +220,17 @@ def test_plain_text_gives_windows_over_the_whole_text(tmp_path):
     assert texts([single]) == ["aaaaa"]
 
 
+def test_a_short_text_gives_no_window_twice(tmp_path, warnings):
+    (tmp_path / "a.txt").write_text("hello")
+    for options, wanted in (({}, ["hello"]), ({"max_tokens": 4}, ["hell", "ello"]), ({"max_tokens": 1}, [*"helo"])):
+        assert texts(load_calibration(tmp_path / "a.txt", byte_tokenizer(), **options)) == wanted
+        assert f"{len(wanted)} of the 64 sequences that were asked for" in warnings.pop()
+    (tmp_path / "a.txt").write_text("hello there")
+    first_and_last = load_calibration(tmp_path / "a.txt", byte_tokenizer(), samples=2, max_tokens=8)
+    assert texts(first_and_last) == ["hello th", "lo there"]
+    assert not warnings
+
+
 def test_an_image_folder_asks_for_descriptions(tmp_path, warnings):
     picture().save(tmp_path / "a.png")
     (batch,) = load_calibration(tmp_path, tiny_processor(), samples=1)
