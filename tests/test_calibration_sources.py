@@ -236,7 +236,8 @@ def test_an_image_folder_asks_for_descriptions(tmp_path, warnings):
     (batch,) = load_calibration(tmp_path, tiny_processor(), samples=1)
     assert texts([batch], tiny_processor())[0].endswith("Describe this image.\nassistant: ")
     assert (batch["labels"] == -100).all()
-    assert "1 of 1 sequences have no answer, so no labels" in warnings[0]
+    assert "calibration needs answers: no sequence has a labelled token" in warnings[0]
+    assert "with preset 'image', what gives one is a column text or caption" in warnings[0]
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "A red square."}))
     (batch,) = load_calibration(tmp_path, tiny_processor(), samples=1)
     assert texts([batch], tiny_processor())[0].endswith("Describe this image.\nassistant: A red square.</s>")
@@ -316,6 +317,30 @@ def test_columns_get_the_names_that_a_preset_needs():
     rows = [{"query": "What?", "label": "Red", "text": "unused"}]
     batches = load_calibration(rows, chat_tokenizer(), samples=1, columns={"question": "query", "answer": "label"})
     assert texts(batches) == ["user: What?\nassistant: Red</s>"]
+
+
+@pytest.mark.parametrize("row", [{"question": "Which?"}, {"question": "Which?", "choices": ["ice", "sun"]}])
+def test_rows_without_an_answer_are_used_without_labels(row, warnings):
+    rows = [{**row, "answer": 1}, {**row, "answer": None}, row]
+    batches = load_calibration(rows, chat_tokenizer(), samples=3)
+    assert sorted(bool((batch["labels"] != -100).any()) for batch in batches) == [False, False, True]
+    assert sum(text.endswith("assistant: ") for text in texts(batches)) == 2
+    assert "2 of 3 sequences have no answer, so no labels" in warnings.pop()
+    load_calibration(rows[1:2], chat_tokenizer(), samples=1)
+    assert "calibration needs answers: no sequence has a labelled token" in warnings[0]
+    assert "the column answer" in warnings[0]
+
+
+def test_text_alone_for_a_model_with_images_gives_a_warning(tmp_path, warnings):
+    row = {"question": "a", "answer": "b"}
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    for source in ([row], tmp_path / "a.jsonl", tmp_path / "a.txt"):
+        load_calibration(source, tiny_processor(), samples=1)
+        assert warnings.pop().endswith("no sequence holds an image, which LlavaProcessor takes")
+        load_calibration(source, chat_tokenizer(), samples=1)
+        load_calibration([{**row, "image": picture()}, row], tiny_processor(), samples=2)
+        assert not warnings
 
 
 # The choice of rows -------------------------------------------------------------------------------------------------

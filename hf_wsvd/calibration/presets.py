@@ -45,12 +45,14 @@ class Preset:
     Attributes:
         needed: columns that must be there; alternatives are separated by `|`, the first that is there counts.
         optional: columns that are used when they are there.
+        answers: what in a row gives tokens with labels, for warnings.
         convert: a row to a text, or to messages with content in parts; raises ValueError for a wrong row and `Unused`
             for one to leave out.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
+    answers: str
     convert: Callable[[Row, Reading], str | Messages]
 
     def fits(self, columns: Iterable[str]) -> bool:
@@ -101,7 +103,8 @@ def _text(row: Row, reading: Reading) -> str:
 
 
 def _question(row: Row, reading: Reading) -> Messages:
-    return exchange(_string(row, "question"), _string(row, "answer"), reading.image(row))
+    answer = None if row.get("answer") is None else _string(row, "answer")
+    return exchange(_string(row, "question"), answer, reading.image(row))
 
 
 def _image(row: Row, reading: Reading) -> Messages:
@@ -122,13 +125,14 @@ def _scienceqa(row: Row, reading: Reading) -> Messages:
     letters = string.ascii_uppercase
     if not isinstance(choices, list | tuple) or not 1 <= len(choices) <= len(letters):
         raise ValueError(f"choices must be a list of 1 to {len(letters)}, got {choices!r}")
-    if not isinstance(answer, Integral) or not 0 <= answer < len(choices):
+    if answer is not None and (not isinstance(answer, Integral) or not 0 <= answer < len(choices)):
         raise ValueError(f"answer must be the index of one of {len(choices)} choices, got {answer!r}")
     hint = row.get("hint")
     lines = [f"Context: {hint}"] if hint else []
     lines += [_string(row, "question")]
     lines += [f"{letter}. {choice}" for letter, choice in zip(letters, choices)]
-    return exchange("\n".join([*lines, CHOICE_PROMPT]), letters[answer], reading.image(row))
+    letter = None if answer is None else letters[answer]
+    return exchange("\n".join([*lines, CHOICE_PROMPT]), letter, reading.image(row))
 
 
 def _messages(row: Row, reading: Reading) -> Messages:
@@ -196,9 +200,16 @@ def _string(row: Row, column: str) -> str:
 
 # In the order in which columns are tried: what needs more goes first.
 PRESETS = {
-    "messages": Preset(("messages|conversations",), ("image", "images"), _messages),
-    "scienceqa": Preset(("question", "choices", "answer"), ("image", "hint"), _scienceqa),
-    "question": Preset(("question", "answer"), ("image",), _question),
-    "image": Preset(("image",), ("text", "caption"), _image),
-    "text": Preset(("text",), (), _text),
+    "messages": Preset(
+        ("messages|conversations",),
+        ("image", "images"),
+        "an assistant's message in the column messages or conversations, after a user's",
+        _messages,
+    ),
+    "scienceqa": Preset(("question", "choices", "answer"), ("image", "hint"), "the column answer", _scienceqa),
+    "question": Preset(("question", "answer"), ("image",), "the column answer", _question),
+    "image": Preset(
+        ("image",), ("text", "caption"), "a column text or caption (metadata.jsonl in a folder of images)", _image
+    ),
+    "text": Preset(("text",), (), "the column text", _text),
 }
