@@ -313,6 +313,52 @@ def test_images_without_placeholder_open_the_first_question():
         assert texts([batch], tiny_processor()) == ["user: " + "<image>" * 4 + "What?\nassistant: Red</s>"]
 
 
+@pytest.mark.parametrize("place", ["a.json", "a.parquet", "memory"])
+def test_conversations_of_llava_get_their_images(place, tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    picture().save(tmp_path / "images" / "red.png")
+    turns = [
+        ("system", "Be short."),
+        ("human", "<image>\nWhat?"),
+        ("gpt", "Red"),
+        ("user", "Sure?"),
+        ("assistant", "2"),
+    ]
+    spoken = [{"from": speaker, "value": text} for speaker, text in turns]
+    rows = [{"id": "7", "image": "images/red.png", "conversations": spoken}]
+    if place == "a.json":
+        (tmp_path / place).write_text(json.dumps(rows))
+    elif place == "a.parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / place)
+    else:
+        monkeypatch.chdir(tmp_path)
+    (batch,) = load_calibration(rows if place == "memory" else tmp_path / place, tiny_processor(), samples=1)
+    wanted = "system: Be short.\nuser: " + "<image>" * 4 + "What?\nassistant: Red</s>user: Sure?\nassistant: 2</s>"
+    assert texts([batch], tiny_processor()) == [wanted]
+    labels = batch["labels"][batch["labels"] != -100]
+    assert tiny_processor().decode(labels.tolist()) == "Red</s>2</s>"
+    assert tiny_llava()(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<image>\nWhat?", "<>What?"),
+        ("What?\n<image>", "What?<>"),
+        ("<image>\n<image>\n\nWhat?", "<><>\nWhat?"),
+        ("Here: <image> and <image>, what?", "Here: <> and <>, what?"),
+        ("What?", "<>What?"),
+    ],
+)
+def test_placeholders_of_llava_stand_where_they_are_written(text, wanted):
+    count = wanted.count("<>")
+    spoken = [{"from": "human", "value": text}, {"from": "gpt", "value": "Red"}]
+    row = {"conversations": spoken, "images": [picture()] * count}
+    (batch,) = load_calibration([row], tiny_processor(), samples=1)
+    assert texts([batch], tiny_processor()) == [f"user: {wanted.replace('<>', '<image>' * 4)}\nassistant: Red</s>"]
+    assert len(batch["pixel_values"]) == count
+
+
 def test_columns_get_the_names_that_a_preset_needs():
     rows = [{"query": "What?", "label": "Red", "text": "unused"}]
     batches = load_calibration(rows, chat_tokenizer(), samples=1, columns={"question": "query", "answer": "label"})
@@ -413,7 +459,14 @@ print(len(hf_wsvd.load_calibration([{"text": "abc"}], byte_tokenizer(), samples=
         (["a text"], {}, "must be mappings, got str"),
         (7, {}, "source must be a Hub id.* got int"),
         ([{"text": "a"}, {"text": ["b"]}], {}, "row 1: text must be a string, got list"),
-        ([{"messages": [{"from": "human", "value": "a"}]}], {}, r"row 0: messages\[0\] needs role.*found from, value"),
+        (
+            [{"messages": [{"author": "human", "text": "a"}]}],
+            {},
+            r"row 0: messages\[0\] needs role.*found author, text",
+        ),
+        ([{"conversations": [{"from": "bot", "value": "a"}]}], {}, r"conversations\[0\] must be from .* got 'bot'"),
+        ([{"conversations": [{"from": "human", "value": "<image>"}]}], {}, "row 0: .* the row has none left"),
+        ([{"conversations": [{"from": "gpt", "value": 3}]}], {}, r"value of conversations\[0\] must be a string"),
         ([{"messages": []}], {}, "messages must be a list .* not empty"),
         ([{**SCIENCE, "answer": 2}], {}, "row 0: answer must be the index of one of 2 choices, got 2"),
         ([{**SCIENCE, "choices": []}], {}, "row 0: choices must be a list"),

@@ -1,5 +1,6 @@
 """Forms of calibration data by name: which columns each needs, and how it makes text or a conversation of a row."""
 
+import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from .images import to_image
 
 
 IMAGE_PROMPT = "Describe this image."
+PLACEHOLDER = re.compile(r"<image>\n|\n?<image>")  # in a text of LLaVA's form, with the line break that sets it off
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 
 
@@ -155,9 +158,13 @@ def _messages(row: Row, reading: Reading) -> Messages:
 
 
 def _message(turn: Any, place: str, images: Iterator[Callable], reading: Reading) -> dict[str, Any]:
+    if isinstance(turn, Mapping) and turn.get("role") is None and turn.get("from") is not None:
+        turn = _of_llava(turn, place)
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         found = ", ".join(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
-        raise ValueError(f"{place} needs role and content, as chat templates take them; found {found}")
+        raise ValueError(
+            f"{place} needs role and content, as chat templates take them, or from and value; found {found}"
+        )
     # Tables fill what a message lacks with None; templates ask whether a name is there at all.
     message = {name: value for name, value in turn.items() if value is not None}
     content = message.get("content", "")
@@ -168,6 +175,20 @@ def _message(turn: Any, place: str, images: Iterator[Callable], reading: Reading
     else:
         raise ValueError(f"the content of {place} must be a string or a list of parts, got {type(content).__name__}")
     return {**message, "content": parts}
+
+
+def _of_llava(turn: Row, place: str) -> dict[str, Any]:
+    """A message `{"from": ..., "value": "<image> ..."}` with role and content; its images are yet to be filled in."""
+    speaker, text = turn["from"], turn.get("value")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise ValueError(f"{place} must be from one of {', '.join(SPEAKERS)}, got {speaker!r}")
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {place} must be a string, got {type(text).__name__}")
+    first, *others = PLACEHOLDER.split(text)
+    parts = [{"type": "text", "text": first}]
+    for other in others:
+        parts += [{"type": "image"}, {"type": "text", "text": other}]
+    return {"role": SPEAKERS[speaker], "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _part(part: Any, place: str, images: Iterator[Callable], reading: Reading) -> dict[str, Any]:
