@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -152,7 +153,7 @@ def model_card(
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
         v_ranks=describe_ranks(_cached_ranks(config.v_rank, config.key_layout)),
-        calibration_info=info,
+        calibration_info={_table_text(name).replace("_", " "): _table_text(value) for name, value in info.items()},
         self_check=self_check_of(model),
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
@@ -240,6 +241,11 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
             compressed += whole
     size = torch.empty((), dtype=model.dtype).element_size()
     return {"dense": size * dense, "compressed": size * (compressed + sum(rows.values()))}
+
+
+def _table_text(value: Any) -> str:
+    """What came from outside as text that stays inside its cell of a Markdown table: one line, no markup of HTML."""
+    return html.escape(" ".join(str(value).split()), quote=False).replace("|", "&#124;")
 
 
 def _cached_ranks(ranks: list[int | None], layouts: list[str | None]) -> list[int | None]:

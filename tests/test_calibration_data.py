@@ -7,6 +7,7 @@ from tiny_text import byte_tokenizer, tiny_llama
 from tiny_vision import IMAGE_TOKEN_ID, tiny_llava, tiny_processor
 from transformers import BatchEncoding
 
+from hf_wsvd.calibration import collect_statistics
 from hf_wsvd.calibration.data import calibration_info, default_calibration, validate_batches
 from hf_wsvd.calibration.documentation import documentation_text, documentation_topics
 
@@ -138,12 +139,35 @@ IDS = torch.zeros(1, 4, dtype=torch.long)
         ([{"inputs_embeds": IDS[..., None]}], "floating"),
         ([{"inputs_embeds": torch.zeros(1, 1, 1, 1)}], "hidden"),
         ([{"input_ids": IDS, "attention_mask": IDS[:, 1:]}], "attention_mask .*found"),
+        ([{"input_ids": IDS, "labels": IDS.float()}], "labels .*dtype int64 or int32; found torch.float32"),
+        ([{"input_ids": IDS, "labels": IDS > 0}], "labels .*dtype int64 or int32; found torch.bool"),
+        ([{"input_ids": IDS, "labels": IDS[:, 1:]}], r"labels .*shape \[1, 4\]; found \[1, 3\]"),
+        ([{"input_ids": IDS, "labels": IDS[0]}], r"labels .*shape \[1, 4\]; found \[4\]"),
+        ([{"inputs_embeds": torch.zeros(1, 3, 64), "labels": IDS}], r"labels .*shape \[1, 3\]; found \[1, 4\]"),
+        ([{"input_ids": IDS, "labels": IDS + 258}], "labels .*-100 or ids from 0 to 257.*found 258"),
+        ([{"input_ids": IDS, "labels": IDS - 1}], "labels .*-100 or ids from 0 to 257.*found -1"),
         ([{"input_ids": IDS, "pixel_values": torch.zeros(1, 3, 4, 4, dtype=torch.uint8)}], "pixel_values .*floating"),
     ],
 )
 def test_rejected_data_says_what_is_wrong(model, batches, message):
     with pytest.raises(ValueError, match=message):
         list(validate_batches(batches, model))
+
+
+def test_labels_of_both_integer_dtypes_are_accepted(model):
+    ids = torch.arange(8).view(2, 4)
+    labels = ids.masked_fill(ids < 3, -100)
+    found = []
+    for dtype in (torch.int64, torch.int32):
+        batch = {"input_ids": ids, "labels": labels.to(dtype)}
+        (checked,) = validate_batches(batch, model)
+        assert torch.equal(checked["labels"], labels)
+        found.append(collect_statistics(model, [batch]).gradient[0, "k"])
+    assert torch.equal(*found)
+    (row,) = validate_batches([{"input_ids": ids[0], "labels": labels[0]}], model)
+    assert row["labels"].shape == (1, 4)
+    (embedded,) = validate_batches({"inputs_embeds": torch.zeros(2, 4, 64), "labels": labels}, model)
+    assert torch.equal(embedded["labels"], labels)
 
 
 def test_record_counts_attended_tokens_and_hashes_contents():

@@ -94,6 +94,80 @@ def test_a_split_is_chosen_by_name(places, place):
         load_calibration(places / place, byte_tokenizer(), split="validation")
 
 
+@pytest.mark.parametrize(("name", "streaming"), [("a.jsonl", False), ("a.jsonl", True), ("a.json", False)])
+def test_strings_of_json_stay_strings(tmp_path, name, streaming):
+    """Whatever they look like, and beside rows whose content is a list of parts."""
+    answers = ["2", "true", "null", "[]", "4.50", '"a"', "{}"]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]}
+        for answer in answers
+    ]
+    parts = [{"type": "text", "text": "in parts"}]
+    rows += [{"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]}]
+    lines = [json.dumps(row) for row in rows]
+    (tmp_path / name).write_text("\n".join(lines) if name == "a.jsonl" else f"[{', '.join(lines)}]")
+    batches = load_calibration(tmp_path / name, chat_tokenizer(), samples=8, streaming=streaming)
+    labelled = [batch["labels"][batch["labels"] != -100].tolist() for batch in batches]
+    assert sorted(map(byte_tokenizer().decode, labelled)) == sorted(f"{text}</s>" for text in [*answers, "in parts"])
+    assert batches.source == {"dataset": name, "split": "train", "preset": "messages", "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "count"),
+    [
+        ('[{"text": "a"}, {"text": "b"}]', 2),
+        ('{"data": [{"text": "a"}, {"text": "b"}]}', 2),
+        ('{"text": "a"}\n\n{"text": "b"}\n', 2),
+        ('{"text": "a"}', 1),
+        ('{"messages": [{"role": "user", "content": "a"}]}', 1),
+        ('\ufeff[{"other": "c"}, {"text": "a"}]', 1),
+    ],
+)
+def test_json_files_hold_rows_in_several_ways(tmp_path, content, count):
+    (tmp_path / "a.json").write_text(content, encoding="utf-8")
+    assert len(load_calibration(tmp_path / "a.json", chat_tokenizer(), samples=2)) == count
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", "", "a.jsonl holds no rows"),
+        ("a.jsonl", "\n \n", "a.jsonl holds no rows"),
+        ("a.json", "", "a.json holds no rows"),
+        ("a.json", "[]", "a.json holds no rows"),
+        ("a.json", '{"data": []}', "a.json holds no rows"),
+        ("a.jsonl", '{"text": "a"}\n\n"b"\n', "a.jsonl, line 3: a row must be a JSON object, got str"),
+        ("a.json", '[{"text": "a"},\n\n 7]', "a.json, line 3: a row must be a JSON object, got int"),
+        ("a.json", '{"data":\n["b"]}', "a.json, line 2: a row must be a JSON object, got str"),
+        ("a.json", "7", "a.json must hold a list of rows, got int"),
+        ("a.json", '[{"text":\n a}]', "a.json, line 2 is no JSON: Expecting value"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"', "a.jsonl, line 2 is no JSON: Expecting"),
+        ("a.jsonl", b"\xff\xfe\xff", "a.jsonl is no UTF-8 text"),
+        ("a.json", b"\xff\xfe\xff", "a.json is no UTF-8 text"),
+        ("a.jsonl", "[" * 100_000, "a.jsonl, line 1 is no JSON"),
+    ],
+)
+def test_broken_json_is_named_by_file_and_line(tmp_path, name, content, message, streaming):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=rf"{message}"):
+        load_calibration(tmp_path / name, byte_tokenizer(), streaming=streaming)
+
+
+def test_json_lines_are_streamed_from_a_shuffled_buffer(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(3000)) + "no JSON")
+    first, again, other = (
+        texts(load_calibration(path, byte_tokenizer(), samples=50, seed=seed, streaming=True)) for seed in (1, 1, 2)
+    )
+    assert first == again != other
+    assert len(set(first)) == 50
+    assert max(map(int, first)) < 1050
+    path.write_text("".join(f'{{"text": "{number}"}}\n' for number in range(1100)))
+    everything = texts(load_calibration(path, byte_tokenizer(), samples=1100, streaming=True))
+    assert sorted(map(int, everything)) == list(range(1100))
+
+
 def test_rows_come_from_memory():
     dataset = datasets.Dataset.from_list(TEXTS)
     streams = (dataset.to_iterable_dataset(), datasets.IterableDataset.from_generator(lambda: iter(TEXTS)))
@@ -146,12 +220,24 @@ def test_plain_text_gives_windows_over_the_whole_text(tmp_path):
     assert texts([single]) == ["aaaaa"]
 
 
+def test_a_short_text_gives_no_window_twice(tmp_path, warnings):
+    (tmp_path / "a.txt").write_text("hello")
+    for options, wanted in (({}, ["hello"]), ({"max_tokens": 4}, ["hell", "ello"]), ({"max_tokens": 1}, [*"helo"])):
+        assert texts(load_calibration(tmp_path / "a.txt", byte_tokenizer(), **options)) == wanted
+        assert f"{len(wanted)} of the 64 sequences that were asked for" in warnings.pop()
+    (tmp_path / "a.txt").write_text("hello there")
+    first_and_last = load_calibration(tmp_path / "a.txt", byte_tokenizer(), samples=2, max_tokens=8)
+    assert texts(first_and_last) == ["hello th", "lo there"]
+    assert not warnings
+
+
 def test_an_image_folder_asks_for_descriptions(tmp_path, warnings):
     picture().save(tmp_path / "a.png")
     (batch,) = load_calibration(tmp_path, tiny_processor(), samples=1)
     assert texts([batch], tiny_processor())[0].endswith("Describe this image.\nassistant: ")
     assert (batch["labels"] == -100).all()
-    assert "1 of 1 sequences have no answer, so no labels" in warnings[0]
+    assert "calibration needs answers: no sequence has a labelled token" in warnings[0]
+    assert "with preset 'image', what gives one is a column text or caption" in warnings[0]
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "A red square."}))
     (batch,) = load_calibration(tmp_path, tiny_processor(), samples=1)
     assert texts([batch], tiny_processor())[0].endswith("Describe this image.\nassistant: A red square.</s>")
@@ -227,10 +313,80 @@ def test_images_without_placeholder_open_the_first_question():
         assert texts([batch], tiny_processor()) == ["user: " + "<image>" * 4 + "What?\nassistant: Red</s>"]
 
 
+@pytest.mark.parametrize("place", ["a.json", "a.parquet", "memory"])
+def test_conversations_of_llava_get_their_images(place, tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    picture().save(tmp_path / "images" / "red.png")
+    turns = [
+        ("system", "Be short."),
+        ("human", "<image>\nWhat?"),
+        ("gpt", "Red"),
+        ("user", "Sure?"),
+        ("assistant", "2"),
+    ]
+    spoken = [{"from": speaker, "value": text} for speaker, text in turns]
+    rows = [{"id": "7", "image": "images/red.png", "conversations": spoken}]
+    if place == "a.json":
+        (tmp_path / place).write_text(json.dumps(rows))
+    elif place == "a.parquet":
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / place)
+    else:
+        monkeypatch.chdir(tmp_path)
+    (batch,) = load_calibration(rows if place == "memory" else tmp_path / place, tiny_processor(), samples=1)
+    wanted = "system: Be short.\nuser: " + "<image>" * 4 + "What?\nassistant: Red</s>user: Sure?\nassistant: 2</s>"
+    assert texts([batch], tiny_processor()) == [wanted]
+    labels = batch["labels"][batch["labels"] != -100]
+    assert tiny_processor().decode(labels.tolist()) == "Red</s>2</s>"
+    assert tiny_llava()(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<image>\nWhat?", "<>What?"),
+        ("What?\n<image>", "What?<>"),
+        ("<image>\n<image>\n\nWhat?", "<><>\nWhat?"),
+        ("Here: <image> and <image>, what?", "Here: <> and <>, what?"),
+        ("What?", "<>What?"),
+    ],
+)
+def test_placeholders_of_llava_stand_where_they_are_written(text, wanted):
+    count = wanted.count("<>")
+    spoken = [{"from": "human", "value": text}, {"from": "gpt", "value": "Red"}]
+    row = {"conversations": spoken, "images": [picture()] * count}
+    (batch,) = load_calibration([row], tiny_processor(), samples=1)
+    assert texts([batch], tiny_processor()) == [f"user: {wanted.replace('<>', '<image>' * 4)}\nassistant: Red</s>"]
+    assert len(batch["pixel_values"]) == count
+
+
 def test_columns_get_the_names_that_a_preset_needs():
     rows = [{"query": "What?", "label": "Red", "text": "unused"}]
     batches = load_calibration(rows, chat_tokenizer(), samples=1, columns={"question": "query", "answer": "label"})
     assert texts(batches) == ["user: What?\nassistant: Red</s>"]
+
+
+@pytest.mark.parametrize("row", [{"question": "Which?"}, {"question": "Which?", "choices": ["ice", "sun"]}])
+def test_rows_without_an_answer_are_used_without_labels(row, warnings):
+    rows = [{**row, "answer": 1}, {**row, "answer": None}, row]
+    batches = load_calibration(rows, chat_tokenizer(), samples=3)
+    assert sorted(bool((batch["labels"] != -100).any()) for batch in batches) == [False, False, True]
+    assert sum(text.endswith("assistant: ") for text in texts(batches)) == 2
+    assert "2 of 3 sequences have no answer, so no labels" in warnings.pop()
+    load_calibration(rows[1:2], chat_tokenizer(), samples=1)
+    assert "calibration needs answers: no sequence has a labelled token" in warnings[0]
+    assert "the column answer" in warnings[0]
+
+
+def test_text_alone_for_a_model_with_images_gives_a_warning(tmp_path, warnings):
+    row = {"question": "a", "answer": "b"}
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    for source in ([row], tmp_path / "a.jsonl", tmp_path / "a.txt"):
+        load_calibration(source, tiny_processor(), samples=1)
+        assert warnings.pop().endswith("no sequence holds an image, which LlavaProcessor takes")
+        load_calibration(source, chat_tokenizer(), samples=1)
+        load_calibration([{**row, "image": picture()}, row], tiny_processor(), samples=2)
+        assert not warnings
 
 
 # The choice of rows -------------------------------------------------------------------------------------------------
@@ -303,7 +459,14 @@ print(len(hf_wsvd.load_calibration([{"text": "abc"}], byte_tokenizer(), samples=
         (["a text"], {}, "must be mappings, got str"),
         (7, {}, "source must be a Hub id.* got int"),
         ([{"text": "a"}, {"text": ["b"]}], {}, "row 1: text must be a string, got list"),
-        ([{"messages": [{"from": "human", "value": "a"}]}], {}, r"row 0: messages\[0\] needs role.*found from, value"),
+        (
+            [{"messages": [{"author": "human", "text": "a"}]}],
+            {},
+            r"row 0: messages\[0\] needs role.*found author, text",
+        ),
+        ([{"conversations": [{"from": "bot", "value": "a"}]}], {}, r"conversations\[0\] must be from .* got 'bot'"),
+        ([{"conversations": [{"from": "human", "value": "<image>"}]}], {}, "row 0: .* the row has none left"),
+        ([{"conversations": [{"from": "gpt", "value": 3}]}], {}, r"value of conversations\[0\] must be a string"),
         ([{"messages": []}], {}, "messages must be a list .* not empty"),
         ([{**SCIENCE, "answer": 2}], {}, "row 0: answer must be the index of one of 2 choices, got 2"),
         ([{**SCIENCE, "choices": []}], {}, "row 0: choices must be a list"),
@@ -343,10 +506,14 @@ def test_broken_files_are_named(tmp_path, places):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": b}\n')
     (tmp_path / "bad.parquet").write_text("no table")
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
-    for name, message in (("bad.jsonl", "in row 1"), ("bad.parquet", "Parquet"), ("bad.txt", "no UTF-8 text")):
+    for name, message in (
+        ("bad.jsonl", "line 2 is no JSON"),
+        ("bad.parquet", "Parquet"),
+        ("bad.txt", "no UTF-8 text"),
+    ):
         with pytest.raises(ValueError, match=rf"{name}.*{message}"):
             load_calibration(tmp_path / name, byte_tokenizer())
-    with pytest.raises(ValueError, match=r"rows\.jsonl does not load: Unknown split"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl is one file and has the split 'train' alone; got split='test'"):
         load_calibration(places / "rows.jsonl", byte_tokenizer(), split="test")
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         load_calibration(tmp_path / "none.jsonl", byte_tokenizer())

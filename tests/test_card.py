@@ -42,6 +42,29 @@ def test_card_says_what_was_not_measured(model):
     assert "keys 8; values 8" in card.text
 
 
+def test_names_of_data_stay_in_their_cells_of_the_table(model):
+    named = copy.deepcopy(model)
+    named.config.quantization_config.calibration_info = {
+        "dataset": "a|b\n\n# Title\r\n<!-- hf_wsvd:end --><script>",
+        "dataset_name": "x & y",
+        "split": "train\u2028| more",
+        "preset": "<b>",
+        "samples": 8,
+    }
+    text = model_card(named).text
+    table = text.split("## Calibration")[1].split("## Limits")[0].strip().splitlines()
+    assert table == [
+        "| | |",
+        "|---|---|",
+        "| dataset | a&#124;b # Title &lt;!-- hf_wsvd:end --&gt;&lt;script&gt; |",
+        "| dataset name | x &amp; y |",
+        "| split | train &#124; more |",
+        "| preset | &lt;b&gt; |",
+        "| samples | 8 |",
+    ]
+    assert merge_cards(model_card(named), model_card(model)).text == model_card(model).text
+
+
 def test_card_of_a_vision_language_model(compressed):
     card = model_card(compressed("llava"), repo_id="me/vision")
     assert card.data.pipeline_tag == "image-text-to-text"

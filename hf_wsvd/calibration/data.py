@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .batches import Batch, CalibrationSet
+from .batches import IGNORED, Batch, CalibrationSet
 from .chat import chat_sequence, conversation
 from .documentation import documentation_text
 from .text import text_windows
 
 
 TOKEN_COLUMNS = ("input_ids", "inputs_embeds")
+INTEGERS = (torch.int64, torch.int32)  # dtypes of token ids
 
 
 def takes_images(model: PreTrainedModel) -> bool:
@@ -90,12 +91,14 @@ def validate_batches(batches: Any, model: PreTrainedModel, *, description: str =
     """Check a calibration set batch by batch, lazily, under a progress bar, and yield the model's inputs.
 
     Accepts one model-input dict or an iterable of them (list, generator, DataLoader, `datasets.Dataset` in torch
-    format). Tensors keep their device and dtype. A row without batch axis, as from a Dataset, gets one in each column;
-    columns that are no tensors and no arguments of the model's forward (captions, file names) are left out.
+    format). Tensors keep their device and dtype, but for labels, which become int64. A row without batch axis, as from
+    a Dataset, gets one in each column; columns that are no tensors and no arguments of the model's forward (captions,
+    file names) are left out.
 
     Raises:
         ValueError: nothing to iterate or no batch in it; no `input_ids` and no `inputs_embeds`; a model argument that
-            is no tensor; wrong dtype or rank; token ids outside the vocabulary.
+            is no tensor; wrong dtype or rank; token ids outside the vocabulary; labels of another shape than the
+            tokens, or that are neither token ids nor -100.
     """
     if isinstance(batches, Mapping):
         batches = [batches]
@@ -185,6 +188,9 @@ def _checked(batch: Any, number: int, arguments: set[str], model: PreTrainedMode
     if mask is not None and mask.ndim == 2:
         shape = (ids if ids is not None else embeds).shape[:2]
         _expect(mask.shape == shape, "attention_mask", number, f"shape {list(shape)}", list(mask.shape))
+    if "labels" in tensors:
+        _check_labels(tensors["labels"], (ids if ids is not None else embeds).shape[:2], number, model)
+        tensors["labels"] = tensors["labels"].long()  # what losses take
     pixels = tensors.get("pixel_values")
     if pixels is not None:
         _expect(pixels.is_floating_point(), "pixel_values", number, "a floating dtype", pixels.dtype)
@@ -193,7 +199,7 @@ def _checked(batch: Any, number: int, arguments: set[str], model: PreTrainedMode
 
 def _check_ids(ids: torch.Tensor, number: int, model: PreTrainedModel) -> None:
     """Token ids: integers `[batch, sequence]`, not empty, inside the embedding."""
-    _expect(ids.dtype in (torch.int64, torch.int32), "input_ids", number, "dtype int64 or int32", ids.dtype)
+    _expect(ids.dtype in INTEGERS, "input_ids", number, "dtype int64 or int32", ids.dtype)
     _expect(
         ids.ndim == 2 and ids.numel() > 0, "input_ids", number, "shape [batch, sequence], not empty", list(ids.shape)
     )
@@ -201,6 +207,17 @@ def _check_ids(ids: torch.Tensor, number: int, model: PreTrainedModel) -> None:
     low, high = int(ids.min()), int(ids.max())
     inside = low >= 0 and high < vocabulary
     _expect(inside, "input_ids", number, f"ids from 0 to {vocabulary - 1}, the model's vocabulary", f"{low} to {high}")
+
+
+def _check_labels(labels: torch.Tensor, shape: torch.Size, number: int, model: PreTrainedModel) -> None:
+    """Labels: integers of the tokens' shape, each -100 or inside the vocabulary."""
+    _expect(labels.dtype in INTEGERS, "labels", number, "dtype int64 or int32", labels.dtype)
+    _expect(labels.shape == shape, "labels", number, f"shape {list(shape)}", list(labels.shape))
+    embedded = model.get_input_embeddings().num_embeddings
+    vocabulary = getattr(model.get_output_embeddings(), "out_features", None) or embedded  # what a head answers counts
+    outside = labels[(labels != IGNORED) & ((labels < 0) | (labels >= vocabulary))]
+    wanted = f"{IGNORED} or ids from 0 to {vocabulary - 1}, the model's vocabulary"
+    _expect(not len(outside), "labels", number, wanted, outside[0].item() if len(outside) else None)
 
 
 def _expect(condition: bool, column: str, number: int, wanted: str, found: Any) -> None:

@@ -12,7 +12,7 @@ from transformers.utils import logging
 from .batches import IGNORED, Batch, CalibrationSet
 from .chat import Messages, chat_sequence
 from .presets import PRESETS, Reading, Unused, check_preset, choose_preset
-from .sources import Rows, open_rows, plain_text, reason
+from .sources import open_rows, plain_text, reason
 from .text import text_windows
 
 
@@ -43,7 +43,9 @@ def load_calibration(
 
     Every batch is one sequence: `input_ids`, `attention_mask` and `labels` int64 `[1, S]`, and the pixel inputs of the
     processor. Labels hold the answers' tokens (every assistant turn, with its end-of-turn token), or all tokens of
-    plain text but a BOS, and -100 elsewhere. A row without an answer is used with no token labelled.
+    plain text but a BOS, and -100 elsewhere. A row without an answer is used with no token labelled; calibration needs
+    at least one that has an answer, so a set without any gives a warning, as does one without images for a processor
+    that takes them.
 
     Rows are chosen at random by `seed`; at most 20 are looked at for each sequence wanted. Rows that cannot be used
     (longer than `max_tokens`, without text, without an image where the preset needs one) are left out, with a warning
@@ -52,7 +54,7 @@ def load_calibration(
     Args:
         source: a Hub id; a folder (of `save_to_disk`, or of Parquet, JSON, text or image files); a `.json`, `.jsonl`,
             `.parquet`, `.csv` or `.txt` file; a `datasets` object; a list of rows. `.txt` files are read as one text
-            and give windows at even distances.
+            and give windows at even distances, no two of them the same.
         processor: the model's processor (images and text) or tokenizer (text).
         preset: "messages", "scienceqa", "question", "image" or "text", see docs/calibration.md; None takes the first
             of them that the columns fit.
@@ -77,7 +79,9 @@ def load_calibration(
         if preset not in (None, "text") or split != "train" or name is not None or columns:
             raise ValueError(f"{source} is plain text: it takes preset 'text' alone, no split, name or columns")
         record = {"dataset": text[1].resolve().name, "preset": "text", "seed": seed}
-        return CalibrationSet(text_windows(tokenizer, text[0], samples, max_tokens or TEXT_TOKENS), record)
+        batches = text_windows(tokenizer, text[0], samples, max_tokens or TEXT_TOKENS)
+        _report(str(source), batches, Counter(), samples, "text", processor)
+        return CalibrationSet(batches, record)
 
     rows = open_rows(source, split=split, name=name, streaming=streaming)
     found, columns = rows.columns(), dict(columns or {})
@@ -106,7 +110,7 @@ def load_calibration(
             raise ValueError(f"{rows.label}, row {number}: {reason(error)}") from error
         if len(batches) == samples:
             break
-    _report(rows, batches, left_out, samples)
+    _report(rows.label, batches, left_out, samples, preset, processor)
     return CalibrationSet(batches, {"dataset": "in memory", **rows.record, "preset": preset, "seed": seed})
 
 
@@ -131,18 +135,32 @@ def _without_parts(parts: list[dict[str, Any]], processor: Any) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _report(rows: Rows, batches: list[Batch], left_out: Counter[str], samples: int) -> None:
-    """Warn of what is less than asked for. Raises ValueError if nothing is left."""
+def _holds_image(batch: Batch) -> bool:
+    """Whether the processor made more of a row than tokens: `pixel_values`, or what else the model calls them."""
+    return any("pixel" in name or value.is_floating_point() for name, value in batch.items())
+
+
+def _report(
+    label: str, batches: list[Batch], left_out: Counter[str], samples: int, preset: str, processor: Any
+) -> None:
+    """Warn of what is less than asked for, or than the model needs. Raises ValueError if nothing is left."""
     counts = ", ".join(f"{count} {why}" for why, count in left_out.most_common())
     if not batches:
-        raise ValueError(f"no row of {rows.label} can be used; rows left out: {counts or 'none'}")
+        raise ValueError(f"no row of {label} can be used; rows left out: {counts or 'none'}")
     warnings = []
     if len(batches) < samples:
         warnings.append(f"{len(batches)} of the {samples} sequences that were asked for")
     if left_out:
         warnings.append(f"rows left out: {counts}")
     unlabelled = sum(int((batch["labels"] == IGNORED).all()) for batch in batches)
-    if unlabelled:
+    if unlabelled == len(batches):
+        warnings.append(
+            "calibration needs answers: no sequence has a labelled token; with preset "
+            f"{preset!r}, what gives one is {PRESETS[preset].answers}"
+        )
+    elif unlabelled:
         warnings.append(f"{unlabelled} of {len(batches)} sequences have no answer, so no labels")
+    if getattr(processor, "image_processor", None) is not None and not any(map(_holds_image, batches)):
+        warnings.append(f"no sequence holds an image, which {type(processor).__name__} takes")
     if warnings:
-        logger.warning(f"Calibration data from {rows.label}: {'; '.join(warnings)}")
+        logger.warning(f"Calibration data from {label}: {'; '.join(warnings)}")

@@ -1,5 +1,6 @@
 """Forms of calibration data by name: which columns each needs, and how it makes text or a conversation of a row."""
 
+import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from .images import to_image
 
 
 IMAGE_PROMPT = "Describe this image."
+PLACEHOLDER = re.compile(r"<image>\n|\n?<image>")  # in a text of LLaVA's form, with the line break that sets it off
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 CHOICE_PROMPT = "Answer with the option's letter from the given choices directly."
 
 
@@ -45,12 +48,14 @@ class Preset:
     Attributes:
         needed: columns that must be there; alternatives are separated by `|`, the first that is there counts.
         optional: columns that are used when they are there.
+        answers: what in a row gives tokens with labels, for warnings.
         convert: a row to a text, or to messages with content in parts; raises ValueError for a wrong row and `Unused`
             for one to leave out.
     """
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
+    answers: str
     convert: Callable[[Row, Reading], str | Messages]
 
     def fits(self, columns: Iterable[str]) -> bool:
@@ -94,14 +99,15 @@ def check_preset(preset: str | None) -> None:
 
 
 def _text(row: Row, reading: Reading) -> str:
-    text = "" if row["text"] is None else _string(row, "text")
+    text = "" if row.get("text") is None else _string(row, "text")
     if not text.strip():
         raise Unused("without text")
     return text
 
 
 def _question(row: Row, reading: Reading) -> Messages:
-    return exchange(_string(row, "question"), _string(row, "answer"), reading.image(row))
+    answer = None if row.get("answer") is None else _string(row, "answer")
+    return exchange(_string(row, "question"), answer, reading.image(row))
 
 
 def _image(row: Row, reading: Reading) -> Messages:
@@ -118,17 +124,18 @@ def _scienceqa(row: Row, reading: Reading) -> Messages:
         raise Unused("without an image")
     if not reading.images and row.get("image") is not None:
         raise Unused("with an image, which a tokenizer cannot take")
-    choices, answer = row["choices"], row["answer"]
+    choices, answer = row.get("choices"), row.get("answer")
     letters = string.ascii_uppercase
     if not isinstance(choices, list | tuple) or not 1 <= len(choices) <= len(letters):
         raise ValueError(f"choices must be a list of 1 to {len(letters)}, got {choices!r}")
-    if not isinstance(answer, Integral) or not 0 <= answer < len(choices):
+    if answer is not None and (not isinstance(answer, Integral) or not 0 <= answer < len(choices)):
         raise ValueError(f"answer must be the index of one of {len(choices)} choices, got {answer!r}")
     hint = row.get("hint")
     lines = [f"Context: {hint}"] if hint else []
     lines += [_string(row, "question")]
     lines += [f"{letter}. {choice}" for letter, choice in zip(letters, choices)]
-    return exchange("\n".join([*lines, CHOICE_PROMPT]), letters[answer], reading.image(row))
+    letter = None if answer is None else letters[answer]
+    return exchange("\n".join([*lines, CHOICE_PROMPT]), letter, reading.image(row))
 
 
 def _messages(row: Row, reading: Reading) -> Messages:
@@ -151,9 +158,13 @@ def _messages(row: Row, reading: Reading) -> Messages:
 
 
 def _message(turn: Any, place: str, images: Iterator[Callable], reading: Reading) -> dict[str, Any]:
+    if isinstance(turn, Mapping) and turn.get("role") is None and turn.get("from") is not None:
+        turn = _of_llava(turn, place)
     if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
         found = ", ".join(map(str, turn)) if isinstance(turn, Mapping) else type(turn).__name__
-        raise ValueError(f"{place} needs role and content, as chat templates take them; found {found}")
+        raise ValueError(
+            f"{place} needs role and content, as chat templates take them, or from and value; found {found}"
+        )
     # Tables fill what a message lacks with None; templates ask whether a name is there at all.
     message = {name: value for name, value in turn.items() if value is not None}
     content = message.get("content", "")
@@ -164,6 +175,20 @@ def _message(turn: Any, place: str, images: Iterator[Callable], reading: Reading
     else:
         raise ValueError(f"the content of {place} must be a string or a list of parts, got {type(content).__name__}")
     return {**message, "content": parts}
+
+
+def _of_llava(turn: Row, place: str) -> dict[str, Any]:
+    """A message `{"from": ..., "value": "<image> ..."}` with role and content; its images are yet to be filled in."""
+    speaker, text = turn["from"], turn.get("value")
+    if not isinstance(speaker, str) or speaker not in SPEAKERS:
+        raise ValueError(f"{place} must be from one of {', '.join(SPEAKERS)}, got {speaker!r}")
+    if not isinstance(text, str):
+        raise ValueError(f"the value of {place} must be a string, got {type(text).__name__}")
+    first, *others = PLACEHOLDER.split(text)
+    parts = [{"type": "text", "text": first}]
+    for other in others:
+        parts += [{"type": "image"}, {"type": "text", "text": other}]
+    return {"role": SPEAKERS[speaker], "content": [part for part in parts if part.get("text") != ""]}
 
 
 def _part(part: Any, place: str, images: Iterator[Callable], reading: Reading) -> dict[str, Any]:
@@ -188,7 +213,7 @@ def _part(part: Any, place: str, images: Iterator[Callable], reading: Reading) -
 
 
 def _string(row: Row, column: str) -> str:
-    value = row[column]
+    value = row.get(column)
     if isinstance(value, str | int | float):
         return str(value)
     raise ValueError(f"{column} must be a string, got {type(value).__name__}")
@@ -196,9 +221,16 @@ def _string(row: Row, column: str) -> str:
 
 # In the order in which columns are tried: what needs more goes first.
 PRESETS = {
-    "messages": Preset(("messages|conversations",), ("image", "images"), _messages),
-    "scienceqa": Preset(("question", "choices", "answer"), ("image", "hint"), _scienceqa),
-    "question": Preset(("question", "answer"), ("image",), _question),
-    "image": Preset(("image",), ("text", "caption"), _image),
-    "text": Preset(("text",), (), _text),
+    "messages": Preset(
+        ("messages|conversations",),
+        ("image", "images"),
+        "an assistant's message in the column messages or conversations, after a user's",
+        _messages,
+    ),
+    "scienceqa": Preset(("question", "choices", "answer"), ("image", "hint"), "the column answer", _scienceqa),
+    "question": Preset(("question", "answer"), ("image",), "the column answer", _question),
+    "image": Preset(
+        ("image",), ("text", "caption"), "a column text or caption (metadata.jsonl in a folder of images)", _image
+    ),
+    "text": Preset(("text",), (), "the column text", _text),
 }

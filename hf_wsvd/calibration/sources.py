@@ -1,14 +1,18 @@
-"""Where calibration data come from: the Hub, a folder, a file or memory, through `datasets`.
+"""Where calibration data come from: the Hub, a folder, a file or memory.
 
-`datasets` is imported where a data set is opened: a list of rows and plain text need none.
+`datasets` is imported where it opens a data set. A list of rows and plain text need none, and JSON files are read
+here: `datasets` would decode strings such as "2" or "null" once a column mixes strings with lists.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +25,16 @@ if TYPE_CHECKING:
 
     Source = str | os.PathLike[str] | Dataset | DatasetDict | IterableDataset | IterableDatasetDict | Sequence[Mapping]
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+JSON_SUFFIXES = (".json", ".jsonl")
+BUILDERS = {".parquet": "parquet", ".csv": "csv"}
 TEXT_SUFFIX = ".txt"
+FILE_SUFFIXES = (*JSON_SUFFIXES, *BUILDERS, TEXT_SUFFIX)
+CONVERSATION_COLUMNS = {"messages", "conversations"}  # a JSON object with one of these alone is a row, no list of rows
 SHUFFLE_BUFFER = 1000  # rows of a stream that are read ahead to choose from
+
+
+class BrokenFile(ValueError):
+    """A file that holds no rows; the text names file and line."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Rows:
     """An opened data set.
 
     Attributes:
-        rows: a list, `Dataset` or `IterableDataset` of mappings.
+        rows: a list, `Dataset`, `IterableDataset` or `JsonLines` of mappings.
         label: what errors call it.
         record: `dataset`, `dataset_name` and `split`, as far as they are known, free of local paths.
         folder: what relative image paths start from; None for data from the Hub.
@@ -43,18 +54,26 @@ class Rows:
     folder: Path | None = None
 
     def columns(self) -> list[str]:
-        """Column names. Raises ValueError for a set without rows, or whose first row is no mapping."""
+        """Column names: those of any row of a list, and of the first rows of a stream of JSON.
+
+        Raises ValueError for a set without rows, or whose first row is no mapping.
+        """
         names = getattr(self.rows, "column_names", None)
         if not names or (hasattr(self.rows, "__len__") and not len(self.rows)):
+            looked_at = len(self.rows) if isinstance(self.rows, list) else 1
+            if isinstance(self.rows, JsonLines):
+                looked_at = SHUFFLE_BUFFER
             try:
-                first = next(iter(self.rows))
-            except StopIteration:
-                raise ValueError(f"{self.label} holds no row") from None
+                first = list(islice(self.rows, looked_at))
+            except BrokenFile:
+                raise
             except Exception as error:
                 raise ValueError(f"{self.label} cannot be read: {reason(error)}") from error
-            if not isinstance(first, Mapping):
-                raise ValueError(f"the rows of {self.label} must be mappings, got {type(first).__name__}")
-            names = list(first)
+            if not first:
+                raise ValueError(f"{self.label} holds no rows")
+            if not isinstance(first[0], Mapping):
+                raise ValueError(f"the rows of {self.label} must be mappings, got {type(first[0]).__name__}")
+            names = list(dict.fromkeys(name for row in first if isinstance(row, Mapping) for name in row))
         return names
 
     def shuffled(self, seed: int, columns: Iterable[str], limit: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -80,6 +99,8 @@ class Rows:
                 row = next(read)
             except StopIteration:
                 return
+            except BrokenFile:
+                raise
             except Exception as error:  # whatever the reader of that format raises
                 raise ValueError(f"{self.label}, row {number} cannot be read: {reason(error)}") from error
             yield number, row
@@ -119,7 +140,7 @@ def local_path(source: Any) -> Path | None:
         return path
     try:
         validate_repo_id(os.fspath(source))
-        on_hub = isinstance(source, str) and path.suffix.lower() not in (*BUILDERS, TEXT_SUFFIX)
+        on_hub = isinstance(source, str) and path.suffix.lower() not in FILE_SUFFIXES
     except HFValidationError:
         on_hub = False
     if not on_hub:
@@ -141,11 +162,20 @@ def open_rows(source: Source, *, split: str, name: str | None = None, streaming:
     """
     if not isinstance(source, str | os.PathLike):
         return _in_memory(source, split, name)
-    import datasets
-
     path = local_path(source)
     label = os.fspath(source)
     record = {"dataset": label if path is None else path.resolve().name}
+    if path is not None and path.is_file():
+        if path.suffix.lower() not in FILE_SUFFIXES:
+            raise ValueError(f"{label}: calibration files end in {', '.join(FILE_SUFFIXES)}")
+        if name is not None:
+            raise ValueError(f"{label} is one file and has no configuration; got name={name!r}")
+        if split != "train":
+            raise ValueError(f"{label} is one file and has the split 'train' alone; got split={split!r}")
+        if path.suffix.lower() in JSON_SUFFIXES:
+            return Rows(json_rows(path, label, streaming), label, {**record, "split": split}, path.parent)
+    import datasets
+
     if path is not None and any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
         try:
             saved = datasets.load_from_disk(str(path))
@@ -156,11 +186,6 @@ def open_rows(source: Source, *, split: str, name: str | None = None, streaming:
     options: dict[str, Any] = {"path": label if path is None else str(path), "name": name}
     folder = path
     if path is not None and path.is_file():
-        if path.suffix.lower() not in BUILDERS:
-            kinds = ", ".join((*BUILDERS, TEXT_SUFFIX))
-            raise ValueError(f"{label}: calibration files end in {kinds}")
-        if name is not None:
-            raise ValueError(f"{label} is one file and has no configuration; got name={name!r}")
         options = {"path": BUILDERS[path.suffix.lower()], "data_files": str(path)}
         folder = path.parent
     try:
@@ -168,6 +193,100 @@ def open_rows(source: Source, *, split: str, name: str | None = None, streaming:
     except Exception as error:  # of datasets, pyarrow, the Hub's client or the file system
         raise ValueError(f"{label} does not load: {reason(error)}") from error
     return Rows(rows, label, {**record, **({"dataset_name": name} if name else {}), "split": split}, folder)
+
+
+class JsonLines:
+    """The rows of a JSON Lines file, read anew line by line each time; empty lines count for nothing.
+
+    Raises `BrokenFile` where it is iterated over and a line is no JSON object, or is no UTF-8.
+    """
+
+    def __init__(self, path: Path, label: str) -> None:
+        self.path, self.label = path, label
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self.path.open(encoding="utf-8-sig") as lines:
+            try:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield self._row(line, number)
+            except UnicodeDecodeError as error:
+                raise BrokenFile(f"{self.label} is no UTF-8 text: {error}") from error
+
+    def _row(self, line: str, number: int) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise BrokenFile(f"{self.label}, line {number} is no JSON: {reason(error)}") from error
+        if not isinstance(row, dict):
+            raise BrokenFile(f"{self.label}, line {number}: a row must be a JSON object, got {type(row).__name__}")
+        return row
+
+    def shuffle(self, seed: int, buffer_size: int) -> Iterator[dict[str, Any]]:
+        """The rows in an order given by `seed`: each is chosen from the next `buffer_size` of the file."""
+        choice, rows = random.Random(seed), iter(self)
+        buffer = list(islice(rows, buffer_size))
+        for row in rows:
+            place = choice.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = row
+        choice.shuffle(buffer)
+        yield from buffer
+
+
+def json_rows(path: Path, label: str, streaming: bool) -> list[dict[str, Any]] | JsonLines:
+    """The rows of a `.json` or `.jsonl` file as they stand in it; `JsonLines` for a `.jsonl` file to be streamed.
+
+    A `.json` file holds a list of rows, an object whose only value is one, one row, or JSON Lines.
+
+    Raises:
+        BrokenFile: no JSON, a row that is no object, or no rows.
+    """
+    lines = JsonLines(path, label)
+    if path.suffix.lower() == ".jsonl":
+        if streaming:
+            return lines
+        rows = list(lines)
+    else:
+        rows = _json_list(path, label, lines)
+    if not rows:
+        raise BrokenFile(f"{label} holds no rows")
+    return rows
+
+
+def _json_list(path: Path, label: str, lines: JsonLines) -> list[dict[str, Any]]:
+    """The rows of a `.json` file."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        content = json.loads(text) if text.strip() else []
+    except UnicodeDecodeError as error:
+        raise BrokenFile(f"{label} is no UTF-8 text: {error}") from error
+    except RecursionError as error:
+        raise BrokenFile(f"{label} is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        if not error.msg.startswith("Extra data"):  # what follows a first object: JSON Lines
+            raise BrokenFile(f"{label}, line {error.lineno} is no JSON: {error}") from error
+        return list(lines)
+    if isinstance(content, dict):
+        (name, value), *others = list(content.items()) or [("", [])]
+        alone = not others and isinstance(value, list) and name not in CONVERSATION_COLUMNS
+        content = value if alone else [content]
+    if not isinstance(content, list):
+        raise BrokenFile(f"{label} must hold a list of rows, got {type(content).__name__}")
+    for number, row in enumerate(content):
+        if not isinstance(row, dict):
+            line = _line_of(text, number)
+            raise BrokenFile(f"{label}, line {line}: a row must be a JSON object, got {type(row).__name__}")
+    return content
+
+
+def _line_of(text: str, number: int) -> int:
+    """The line on which an element of the first list in sound JSON starts."""
+    decoder, between = json.JSONDecoder(), re.compile(r"[\s,]*")
+    place = between.match(text, text.index("[") + 1).end()
+    for _ in range(number):
+        place = between.match(text, decoder.raw_decode(text, place)[1]).end()
+    return text.count("\n", 0, place) + 1
 
 
 def _in_memory(source: Any, split: str, name: str | None, label: str = "the data in memory") -> Rows:

@@ -10,8 +10,9 @@ from .batches import IGNORED, Batch
 def text_windows(tokenizer: Any, text: str, samples: int, max_tokens: int) -> list[Batch]:
     """`samples` windows of at most `max_tokens` tokens at even distances in `text`; the first one alone if 1.
 
-    `input_ids`, `attention_mask` and `labels` int64 `[1, S]`. Windows overlap when the text is short. Each starts with
-    the tokenizer's BOS token if the tokenizer adds one; all other tokens are labelled.
+    `input_ids`, `attention_mask` and `labels` int64 `[1, S]`. Windows overlap when the text is short; no two hold the
+    same tokens, so there are fewer where the text does not have as many. Each starts with the tokenizer's BOS token if
+    the tokenizer adds one; all other tokens are labelled.
 
     Raises ValueError for a text without tokens.
     """
@@ -23,10 +24,11 @@ def text_windows(tokenizer: Any, text: str, samples: int, max_tokens: int) -> li
     if not tokens:
         raise ValueError(f"the calibration text has no tokens under {type(tokenizer).__name__}")
     last = max(len(tokens) - length, 0)
+    count = min(samples, last + 1)
+    begins = [round(last * number / max(count - 1, 1)) for number in range(count)]
     windows = []
-    for number in range(samples):
-        begin = round(last * number / max(samples - 1, 1))
-        ids = torch.tensor([start + tokens[begin : begin + length]])
+    for window in dict.fromkeys(tuple(tokens[begin : begin + length]) for begin in begins):
+        ids = torch.tensor([[*start, *window]])
         labels = ids.clone()
         labels[:, : len(start)] = IGNORED
         windows.append({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels})
