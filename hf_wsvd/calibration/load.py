@@ -11,8 +11,9 @@ from transformers.utils import logging
 
 from .batches import IGNORED, Batch, CalibrationSet
 from .chat import Messages, chat_sequence
+from .json_rows import reason
 from .presets import PRESETS, Reading, Unused, check_preset, choose_preset
-from .sources import open_rows, plain_text, reason
+from .sources import open_rows, plain_text
 from .text import text_windows
 
 
