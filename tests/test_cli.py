@@ -156,7 +156,7 @@ def test_calibration_rows_with_images(models, tmp_path):
         (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.jsonl"], "line 2 is no JSON"),
         (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.md"], "end in .json"),
         (["compress", "{text}", "-o", "{new}", "--dataset", "{new}.txt"], "no file or folder"),
-        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv", "--split", "a"], "has the split 'train' alone"),
+        (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv", "--split", "a"], "the split 'train' alone"),
         (["compress", "{text}", "-o", "{new}", "--split", "a", "--streaming"], "--split, --streaming needs --dataset"),
         (["compress", "{text}", "-o", "{new}", "--dataset", "{bad}.csv", "--preset", "chat"], "preset must be one of"),
         (["inspect", "{text}"], "not a checkpoint compressed by hf_wsvd"),
