@@ -201,4 +201,8 @@ def _prediction(results: dict[str, Any]) -> str:
         f"{found[name]['spearman']:.3f} over {len(found[name]['plans'])} plans of {label}"
         for name, label in (("different_totals", "different totals"), ("equal_totals", "half the bytes each"))
     ]
-    return f"Rank correlation (Spearman) of predicted loss and measured KL of random rank plans: {', '.join(parts)}."
+    if "all" in found:
+        parts.append(f"{found['all']['spearman']:.3f} over all of them")
+    data = f" ({found['data']})" if "data" in found else ""
+    text = "Rank correlation (Spearman) of predicted loss and measured KL of random rank plans"
+    return f"{text}: {', '.join(parts)}{data}."

@@ -177,8 +177,12 @@ def compress(
         hint = "; load it with quantization_config=GgufConfig(dequantize=True)" if method == "gguf" else ""
         raise ValueError(f"the model is quantized already (quant_method={method!r}){hint}")
     quantizer = WSVDHfQuantizer(WSVDConfig() if config is None else config, pre_quantized=False)
+    given = quantizer.quantization_config.calibration
+    for name, argument in (("calibration", calibration), ("statistics", statistics)):
+        if given is not None and argument is not None and argument is not given:
+            raise ValueError(f"WSVDConfig.calibration and {name}= are both given: leave one out")
     if calibration is None and statistics is None:
-        calibration = quantizer.quantization_config.calibration
+        calibration = given
     quantizer.fit(model, calibration=calibration, statistics=statistics, processor=processor)
     quantizer.preprocess_model(model)
     model.hf_quantizer = quantizer

@@ -37,7 +37,7 @@ class WSVDConfig(QuantizationConfigMixin):
             that layer's projection whole); each takes precedence over the ratios.
         rank_multiple: Ranks given by ratio are rounded down to a multiple of this (ratios below one multiple are
             rounded down to a whole rank, at least 1); allocated ranks are multiples of it, or of a quarter of
-            `head_dim` where that is smaller.
+            `head_dim` where that is smaller, or finer where a low ratio allows no multiple.
         method: What decides which directions of a head are kept: `"wsvd"` (activations and gradients), or for
             comparison `"svd_llm"` (activations), `"asvd"` (sizes of input channels), `"svd"` (the weight alone).
         rank_allocation: `"gradient"` spends the bytes that a ratio allows where gradients predict the least loss, over

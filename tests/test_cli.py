@@ -84,7 +84,7 @@ def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, t
     assert run(["inspect", str(tmp_path / "out")]) == 0
     output = capsys.readouterr().out
     assert "rank_allocation: gradient" in output
-    assert "KL to the dense model on calibration data: " in output
+    assert "KL to the dense model on the calibration data: " in output
     arguments = ["compress", models / "text", "-o", tmp_path / "none", "--refinement", "none", *arguments[-4:-2]]
     assert "--refinement-steps are those of the distillation" in error_of(capsys, arguments)
 

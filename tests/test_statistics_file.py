@@ -363,7 +363,7 @@ hf_wsvd.collect_statistics(tiny_models.build("llama"), slow(), fisher=True, part
 """
 
 
-@pytest.mark.parametrize("written", [1, 3])
+@pytest.mark.parametrize("written", [1, 2])
 def test_a_killed_calibration_goes_on_bit_for_bit(written, dense, tmp_path):
     partial = tmp_path / "partial"
     script = SLOW.format(tests=str(Path(__file__).parent), partial=str(partial))
@@ -372,7 +372,7 @@ def test_a_killed_calibration_goes_on_bit_for_bit(written, dense, tmp_path):
     deadline = time.monotonic() + 120
     while len(stamps) < written and process.poll() is None and time.monotonic() < deadline:
         if partial.exists():
-            stamps.add(partial.stat().st_ino)
+            stamps.add(partial.stat().st_mtime_ns)
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL

@@ -157,8 +157,12 @@ def fit_lines(quantization: dict[str, Any]) -> list[str]:
     lines = [f"{name}: {printable(fit[name])}" for name in ("method", "rank_allocation", "refinement") if name in fit]
     measured = fit.get("refinement_kl")
     if isinstance(measured, dict):
-        before, after, steps = (printable(measured.get(name)) for name in ("before", "after", "steps"))
-        lines.append(f"KL to the dense model on calibration data: {before}, after {steps} steps {after}")
+        before, after, steps, held = (measured.get(name) for name in ("before", "after", "steps", "held_out"))
+        numbers = [f"{n:.4g}" if isinstance(n, int | float) else printable(n) for n in (before, after)]
+        where = f"{printable(held)} held-out groups of calibration sequences" if held else "the calibration data"
+        lines.append(
+            f"KL to the dense model on {where}: {' before, '.join(numbers)} with {printable(steps)} steps kept"
+        )
     return lines or ["not recorded"]
 
 

@@ -68,7 +68,9 @@ def distill(
     cut = [projection for projection in projections if projection.up is not None]
     if not cut:
         return {"before": 0.0, "after": 0.0, "steps": 0, "held_out": 0}
-    held = answered[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
+    # From the middle on: the last group may be a small rest.
+    first = min(len(answered), HELD_OUT_EVERY) // 2
+    held = answered[first::HELD_OUT_EVERY] if len(answered) > HELD_OUT_EVERY // 2 else answered
     trained = [group for group in answered if not any(group is one for one in held)] or answered
     masters = [Master(projection) for projection in cut]
     parameters = [factor for master in masters for factor in master.factors]
