@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibration import collect_statistics, default_calibration, save_statistics
+from ..calibration import collect_statistics, save_statistics
 from ..files import check_output_file, remove_unfinished
 from .compress import DTYPES, check_device, find_model, load_dense, load_processor
 from .dataset_options import (
@@ -22,6 +22,7 @@ from .dataset_options import (
     Seed,
     Split,
     Streaming,
+    built_in_batches,
     dataset_batches,
 )
 
@@ -70,8 +71,7 @@ def calibrate(
     )
     dense = load_dense(model, source, auto_class, dtype, device)
     if batches is None:
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        batches = default_calibration(dense, processor, samples=samples, seed=seed, **limit)
+        batches = built_in_batches(dense, processor, samples, max_tokens, seed)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_of(output)
     with terminated_like_interrupted():

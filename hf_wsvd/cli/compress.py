@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from ..calibration import default_calibration, load_statistics
+from ..calibration import load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
@@ -34,6 +34,7 @@ from .dataset_options import (
     Seed,
     Split,
     Streaming,
+    built_in_batches,
     dataset_batches,
 )
 
@@ -118,8 +119,7 @@ def compress(
     statistics = None if calibration is None else load_statistics(calibration)
     dense = load_dense(model, source, auto_class, dtype, device)
     if batches is None and statistics is None:
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        batches = default_calibration(dense, processor, samples=samples, seed=seed, **limit)
+        batches = built_in_batches(dense, processor, samples, max_tokens, seed)
     compressed = compress_model(dense, config, calibration=batches, statistics=statistics)
     with replaced_folder(output_dir) as partial:
         compressed.save_pretrained(partial)

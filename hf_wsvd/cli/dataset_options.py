@@ -4,8 +4,9 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from transformers import PreTrainedModel
 
-from ..calibration import CalibrationSet, load_calibration
+from ..calibration import CalibrationSet, default_calibration, load_calibration
 
 
 Dataset = Annotated[
@@ -65,6 +66,14 @@ def dataset_batches(
         max_tokens=max_tokens,
         seed=seed,
     )
+
+
+def built_in_batches(
+    model: PreTrainedModel, processor: Any, samples: int, max_tokens: int | None, seed: int
+) -> CalibrationSet:
+    """The built-in calibration set, for where no `--dataset` is given."""
+    limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+    return default_calibration(model, processor, samples=samples, seed=seed, **limit)
 
 
 def _quieten_datasets() -> None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .factorise import orthonormal
+
 
 @dataclass
 class Refined:
@@ -94,7 +96,7 @@ def refine_alternating(
     if workspace <= 0:
         raise ValueError(f"workspace must be a positive number of bytes, not {workspace}")
     weight, fisher, down, up = _prepared(weight, fisher, down, up)
-    down, up = _balanced(down, up)
+    down, up = orthonormal(down, up)
     errors = []
     # Heads share nothing, and one gives a device enough to do: one after the other keeps the memory small.
     for head in range(len(down)):
@@ -125,7 +127,7 @@ def refine_adam(
     `refine_alternating`; the work is done on the device of `weight`.
     """
     weight, fisher, down, up = _prepared(weight, fisher, down, up)
-    start_down, start_up = _balanced(down, up)
+    start_down, start_up = orthonormal(down, up)
     start = lowest = _head_errors(weight, fisher, start_down, start_up)
     best_down, best_up = down.clone(), up.clone()
     energy = (fisher * weight.square()).sum(dtype=torch.float64)
@@ -143,7 +145,7 @@ def refine_adam(
         lowest = torch.where(better, errors, lowest)
         best_down[better], best_up[better] = down[better], up[better]
         losses.append(_relative(lowest, weight, fisher))
-    best_down, best_up = _balanced(best_down, best_up)
+    best_down, best_up = orthonormal(best_down, best_up)
     # Balancing rounds; a head that gained nothing else has its start back.
     worse = ~(_head_errors(weight, fisher, best_down, best_up) < start)
     best_down[worse], best_up[worse] = start_down[worse], start_up[worse]
@@ -159,7 +161,7 @@ def _alternation(
     weight, fisher, down, up = weight.double(), fisher.double(), down.double(), up.double()
     down = down + _least_squares(up, fisher.mT, (weight - up @ down).mT, ridge, workspace).mT
     up = up + _least_squares(down.mT, fisher, weight - up @ down, ridge, workspace)
-    return _balanced(down, up)
+    return orthonormal(down, up)
 
 
 def _least_squares(basis: Tensor, fisher: Tensor, residual: Tensor, ridge: float, workspace: int) -> Tensor:
@@ -192,12 +194,6 @@ def _least_squares(basis: Tensor, fisher: Tensor, residual: Tensor, ridge: float
         after = (weights * (errors - change @ basis.mT).square()).sum(1)
         solved.append(torch.where(((failed == 0) & (after < before))[:, None], change, 0.0))
     return torch.cat(solved)
-
-
-def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of the same product, in fp32, with orthonormal columns of `up`."""
-    orthonormal, triangle = torch.linalg.qr(up.double())
-    return (triangle @ down.double()).float(), orthonormal.float()
 
 
 def _head_error(weight: Tensor, fisher: Tensor, down: Tensor, up: Tensor) -> Tensor:

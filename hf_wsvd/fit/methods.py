@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from .factorise import Spectrum, spectrum
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """How the directions that a rank keeps are chosen.
 
     Attributes:
@@ -21,13 +22,13 @@ class Method:
 
     uses_gradients = False
 
+    @abstractmethod
     def spectrum(self, side: Side, statistics: Statistics, weight: Tensor) -> Spectrum:
         """Directions of each head of projection `side`.
 
         Args:
             weight: the dense weight `[heads * head_dim, in_features]`; methods other than ASVD do without it.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
