@@ -1,0 +1,1 @@
+"""Packed storage of keys and values: one contract, one file a scheme."""

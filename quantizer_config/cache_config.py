@@ -1,0 +1,237 @@
+"""`CacheConfig`: in which form keys and values (or their latents) are kept, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+# What each scheme can be asked for.
+SCHEME_BITS: dict[str, tuple[int, ...]] = {
+    "bf16": (16,),
+    "fp16": (16,),
+    "fp8": (8,),
+    "minmax": (8, 4, 3, 2),
+    "hadamard": (8, 4, 3, 2),
+    "turboquant": (4, 3, 2),
+    "kivi": (4, 2),
+}
+GROUPED_SCHEMES = ("minmax", "hadamard", "kivi")
+KIVI_GROUP_SIZE = 32
+KIVI_RESIDUAL_LENGTH = 128
+LAYER_FIELDS = ("scheme", "bits", "key_bits", "value_bits", "group_size", "symmetric")
+ALL_BITS = (16, 8, 4, 3, 2)
+
+
+class StorageSpec(NamedTuple):
+    """How the keys or the values of one layer are kept.
+
+    Attributes:
+        scheme: a key of `SCHEME_BITS`, or None for the model's own dtype.
+        bits: of the payload; 16 for None.
+        group_size: channels (KIVI keys: tokens) that share a scale; None: the whole head.
+        symmetric: whether zero stands in the middle of the range.
+        sink_length, residual_length: first and newest tokens that are kept in the model's dtype.
+        whole_heads: heads that are kept in the model's dtype.
+    """
+
+    scheme: str | None = None
+    bits: int = 16
+    group_size: int | None = None
+    symmetric: bool = False
+    sink_length: int = 0
+    residual_length: int = 0
+    whole_heads: tuple[int, ...] = ()
+
+
+@dataclass
+class CacheConfig:
+    """Storage of a `WSVDCache`.
+
+    Args:
+        scheme: "bf16", "fp16" (a cast), "fp8" (e4m3, one scale a head), "minmax" (integers, a scale a token and
+            head), "hadamard" (the same after a rotation), "turboquant" (rotation and Lloyd-Max codebook) or "kivi"
+            (keys per channel in groups of tokens, values per token). None: by `bits`, see there.
+        bits: 16, 8, 4, 3 or 2; None with neither scheme nor bits keeps the model's dtype. Without a `scheme`: 16 keeps
+            the model's dtype, 8 is "minmax", fewer are "minmax" for latents (whose channels are even) and "hadamard"
+            for dense heads.
+        key_bits, value_bits: the same for K or V alone; each takes precedence over `bits`.
+        group_size: channels that share a scale ("minmax", "hadamard": a divisor of the head's width, None for the
+            whole head; "kivi": tokens of a key group and channels of a value group, None for 32).
+        symmetric: zero in the middle of the range, one number a scale instead of two ("minmax", "hadamard"). None:
+            true at 8 bits and for latents, else false.
+        sink_length: first tokens kept in the model's dtype (layers of full attention).
+        residual_length: newest tokens kept in the model's dtype; None: 128 for "kivi", else 0.
+        skip_layers: decoder layers kept in the model's dtype; -1 is the last.
+        skip_heads: decoder layer to the KV heads of it that are kept in the model's dtype.
+        layers: decoder layer to fields of its own (scheme, bits, key_bits, value_bits, group_size, symmetric).
+        prefill: what the first tokens of an empty cache attend to: "exact" keys and values, or "stored" ones as
+            every later token reads them (then a prompt in pieces gives what it gives in one).
+
+    Raises:
+        ValueError: naming the field, the value given and what is allowed.
+    """
+
+    scheme: str | None = None
+    bits: int | None = None
+    key_bits: int | None = None
+    value_bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    sink_length: int = 0
+    residual_length: int | None = None
+    skip_layers: list[int] | None = None
+    skip_heads: dict[int, list[int]] | None = None
+    layers: dict[int, dict[str, Any]] | None = None
+    prefill: str = "exact"
+
+    def __post_init__(self):
+        self._check_fields({name: getattr(self, name) for name in LAYER_FIELDS})
+        self._count("sink_length", self.sink_length)
+        if self.residual_length is not None:
+            self._count("residual_length", self.residual_length)
+        if self.prefill not in ("exact", "stored"):
+            self._fail("prefill", self.prefill, "'exact' or 'stored'")
+        if self.skip_layers is not None:
+            if not isinstance(self.skip_layers, list | tuple):
+                self._fail("skip_layers", self.skip_layers, "a list of decoder layer numbers")
+            self.skip_layers = [self._layer("skip_layers", number) for number in self.skip_layers]
+        self.skip_heads = self._by_layer("skip_heads", self.skip_heads, list | tuple, "a list of heads")
+        for heads in (self.skip_heads or {}).values():
+            for head in heads:
+                self._count("skip_heads", head)
+        self.layers = self._by_layer("layers", self.layers, dict, "a dict of fields")
+        for number, fields in (self.layers or {}).items():
+            unknown = set(fields) - set(LAYER_FIELDS)
+            if unknown:
+                self._fail(f"layers[{number}]", fields, f"a dict with keys of {LAYER_FIELDS}")
+            self._check_fields(self._fields_of(number))
+
+    @classmethod
+    def parse(cls, value: CacheConfig | dict[str, Any] | None) -> CacheConfig | None:
+        """A config, or the dict form that JSON keeps of it. ValueError for anything else and for unknown keys."""
+        if value is None or isinstance(value, CacheConfig):
+            return value
+        if not isinstance(value, dict):
+            raise ValueError(f"cache={value!r} is not allowed; allowed: a CacheConfig, a dict of its fields, or None")
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in value:
+            if name not in known:
+                close = difflib.get_close_matches(str(name), known, n=1)
+                hint = f" (did you mean {close[0]!r}?)" if close else ""
+                raise ValueError(f"CacheConfig: unknown field {name!r}{hint}; allowed: {known}")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as JSON has them (layer numbers are strings there)."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {name: value for name, value in values.items() if value != getattr(CacheConfig, name)}
+        return {
+            name: {str(key): copy_of(entry) for key, entry in value.items()} if isinstance(value, dict) else value
+            for name, value in changed.items()
+        }
+
+    def specs(self, layer: int, layers: int, latent: bool) -> tuple[StorageSpec, StorageSpec]:
+        """Storage of the keys and of the values of decoder layer `layer` of `layers`.
+
+        Args:
+            latent: whether the layer holds latents.
+
+        Raises:
+            ValueError: layer numbers that the decoder does not have.
+        """
+        skipped = {self._within("skip_layers", number, layers) for number in self.skip_layers or ()}
+        whole = {
+            self._within("skip_heads", number, layers): heads for number, heads in (self.skip_heads or {}).items()
+        }
+        own = {self._within("layers", number, layers): number for number in self.layers or {}}
+        if layer in skipped:
+            return StorageSpec(), StorageSpec()
+        fields = self._fields_of(own.get(layer))
+        return tuple(
+            self._spec(fields, side, latent, tuple(sorted(set(whole.get(layer, ()))))) for side in ("key", "value")
+        )
+
+    def _spec(self, fields: dict[str, Any], side: str, latent: bool, whole_heads: tuple[int, ...]) -> StorageSpec:
+        scheme, bits = fields["scheme"], fields[f"{side}_bits"] or fields["bits"]
+        if bits == 16 and scheme not in ("bf16", "fp16"):
+            scheme = None
+        elif scheme is None and bits is not None:
+            scheme = "minmax" if bits == 8 or latent else "hadamard"
+        if scheme is None:
+            return StorageSpec()
+        if bits is None:
+            bits = SCHEME_BITS[scheme][0]
+        symmetric = fields["symmetric"]
+        if symmetric is None:
+            symmetric = scheme in ("minmax", "hadamard") and (bits == 8 or latent)
+        group_size = fields["group_size"]
+        residual = self.residual_length
+        if scheme == "kivi":
+            group_size = KIVI_GROUP_SIZE if group_size is None else group_size
+            residual = KIVI_RESIDUAL_LENGTH if residual is None else residual
+        return StorageSpec(scheme, bits, group_size, symmetric, self.sink_length, residual or 0, whole_heads)
+
+    def _fields_of(self, number: int | None) -> dict[str, Any]:
+        """The fields of LAYER_FIELDS for one layer. Its own bits go before the general bits of K and V."""
+        own = (self.layers or {}).get(number, {})
+        fields = {name: getattr(self, name) for name in LAYER_FIELDS}
+        if own.get("bits") is not None:
+            fields["key_bits"] = fields["value_bits"] = None
+        return {**fields, **own}
+
+    def _check_fields(self, fields: dict[str, Any]) -> None:
+        scheme = fields["scheme"]
+        if scheme is not None and (not isinstance(scheme, str) or scheme not in SCHEME_BITS):
+            self._fail("scheme", scheme, f"one of {tuple(SCHEME_BITS)}, or None")
+        allowed = ALL_BITS if scheme is None else tuple(sorted({16, *SCHEME_BITS[scheme]}, reverse=True))
+        for name in ("bits", "key_bits", "value_bits"):
+            bits = fields[name]
+            if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or bits not in allowed):
+                self._fail(name, bits, f"one of {allowed}" + (f" with scheme={scheme!r}" if scheme else ""))
+        if scheme is not None and len(SCHEME_BITS[scheme]) > 1:
+            given = fields["bits"] is not None or None not in (fields["key_bits"], fields["value_bits"])
+            if not given:
+                self._fail("bits", None, f"one of {SCHEME_BITS[scheme]} with scheme={scheme!r}")
+        if fields["group_size"] is not None:
+            self._count("group_size", fields["group_size"], 1)
+            if scheme is not None and scheme not in GROUPED_SCHEMES:
+                self._fail("group_size", fields["group_size"], f"None with scheme={scheme!r}")
+        if fields["symmetric"] not in (None, True, False):
+            self._fail("symmetric", fields["symmetric"], "true, false or None")
+        if fields["symmetric"] is not None and scheme not in (None, "minmax", "hadamard"):
+            self._fail("symmetric", fields["symmetric"], f"None with scheme={scheme!r}")
+
+    def _by_layer(self, field: str, value: Any, kind: Any, form: str) -> dict[int, Any] | None:
+        """Integer keys, from JSON's strings too."""
+        if value is None:
+            return None
+        if not isinstance(value, dict) or not all(isinstance(entry, kind) for entry in value.values()):
+            self._fail(field, value, f"a dict of decoder layer numbers to {form}")
+        return {self._layer(field, key): copy_of(entry) for key, entry in value.items()}
+
+    def _layer(self, field: str, number: Any) -> int:
+        if isinstance(number, str) and number.removeprefix("-").isdecimal():
+            number = int(number)
+        if isinstance(number, bool) or not isinstance(number, int):
+            self._fail(field, number, "decoder layer numbers (negative ones count from the last)")
+        return number
+
+    def _within(self, field: str, number: int, layers: int) -> int:
+        if not -layers <= number < layers:
+            self._fail(field, number, f"decoder layer numbers from {-layers} to {layers - 1}")
+        return number % layers
+
+    def _count(self, field: str, value: Any, low: int = 0) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            self._fail(field, value, f"an integer of at least {low}")
+
+    def _fail(self, field: str, value: Any, allowed: str):
+        raise ValueError(f"CacheConfig: {field}={value!r} is not allowed; allowed: {allowed}")
+
+
+def copy_of(entry: dict | list | tuple) -> dict | list:
+    """A copy that no caller holds."""
+    return dict(entry) if isinstance(entry, dict) else list(entry)
