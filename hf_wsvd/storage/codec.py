@@ -24,36 +24,37 @@ class Packed(NamedTuple):
 class Codec(ABC):
     """Codes every token of every head by itself, so that whatever happens to other tokens leaves it as it is.
 
-    Encoding runs under `torch.no_grad`, in fp32, on any device (meta included), without a look at a value on the host.
+    Encoding computes in fp32, on any device (meta included), without a look at a value on the host.
 
-    Args:
+    Attributes:
         width: numbers a token and head, `head_dim` or a rank.
+        state: what the codec has to remember beside the tokens, by name (most schemes: nothing). A saved cache has it.
+        constants: tensors that are alike for every codec of the kind (rotations, codebooks), filled by `to`.
     """
 
     def __init__(self, width: int):
         self.width = width
+        self.state: dict[str, Tensor] = {}
+        self.constants: dict[str, Tensor] = {}
 
     @abstractmethod
     def encode(self, tokens: Tensor) -> Packed:
-        """Code `tokens [B, H, N, width]`, of any floating dtype."""
+        """Code `tokens [B, H, N, width]`, of any floating dtype. `to` has been called with their device before."""
 
     @abstractmethod
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """The tokens as they read back: `[B, H, N, width]` in `dtype`."""
 
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that the codec keeps beside the tokens and that a saved cache needs; most schemes have none."""
-        return {}
-
-    def load_state(self, state: dict[str, Tensor]) -> None:
-        """Take back what `state` gave; the caller has compared names, shapes and dtypes with those of `state`."""
-
-    def constants(self) -> list[Tensor]:
-        """Tensors that are the same for every cache of this kind (rotations, codebooks)."""
-        return []
-
-    def to(self, device: torch.device | str) -> None:
-        """Move state and constants to another device."""
+    def to(self, device: torch.device) -> None:
+        """Bring state and constants to `device`; schemes with constants fill them here from a shared store."""
+        self.state = {name: value.to(device) for name, value in self.state.items()}
 
     def reset(self) -> None:
         """Forget the state, as for a new prompt."""
+        self.state = {}
+
+    def __deepcopy__(self, memo: dict) -> Codec:
+        new = self.__class__.__new__(self.__class__)
+        vars(new).update(vars(self))
+        new.state = {name: value.clone() for name, value in self.state.items()}
+        return new
