@@ -8,11 +8,12 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .cache_config import CacheConfig
 from .checks import check_choice, check_int, check_names, check_number, check_ranks, check_ratio, fail
 from .layout import KeyLayout
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
@@ -64,6 +65,9 @@ class WSVDConfig(QuantizationConfigMixin):
         self_check: Inputs that a checkpoint records with the answers to them, for `verify`: `"calibration"` (up to
             four calibration samples, which are saved and pushed with the weights), `"probe"` (arbitrary tokens) or
             `"none"`.
+        cache: A `CacheConfig` (or a dict of its fields): the form in which the caches that the model makes by itself
+            keep latents, and keys and values of layers that stay dense. `None` keeps the model's dtype. May be given
+            anew when a checkpoint is loaded.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
             is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
             `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
@@ -104,6 +108,7 @@ class WSVDConfig(QuantizationConfigMixin):
         refinement_learning_rate: float = 5e-4,
         seed: int = 0,
         self_check: str = "calibration",
+        cache: CacheConfig | dict[str, Any] | None = None,
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
         fit_info: dict[str, Any] | None = None,
@@ -134,6 +139,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self.refinement_learning_rate = refinement_learning_rate
         self.seed = seed
         self.self_check = self_check
+        self.cache = cache
         self.calibration = calibration
         self.calibration_info = calibration_info
         self.fit_info = fit_info
@@ -176,6 +182,7 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.rank_floor is not None:
             check_int("rank_floor", self.rank_floor, 1, None)
         self._settle_method()
+        self.cache = CacheConfig.parse(self.cache)
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert
         if layers is not None:
@@ -213,16 +220,23 @@ class WSVDConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""
-        return copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
+        fields = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
+        return {**fields, "cache": None if self.cache is None else self.cache.to_dict()}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any rank or ratio is given; if none is, `cache` alone applies, to keys and values as they are."""
+        names = ("rank_ratio", "k_rank_ratio", "v_rank_ratio", "k_rank", "v_rank", "q_rank_ratio", "q_rank")
+        return any(getattr(self, name) is not None for name in names)
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Nothing of it changes a compressed checkpoint; ValueError for one that is to be calibrated again."""
+        """What a load may change of a compressed checkpoint; ValueError for one that is to be calibrated again."""
         if self.calibration is not None:
             raise ValueError(
                 "WSVDConfig: calibration is given, but this checkpoint is compressed already: load it without "
                 "quantization_config, or compress the dense checkpoint"
             )
-        return {}
+        return {} if self.cache is None else {"cache": self.cache}
 
     def __iter__(self):
         yield from self.to_dict().items()
