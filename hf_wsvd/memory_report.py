@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .latent_layers import LatentMixin
-from .storage import Store
+from .storage import Codec, Store
 from .storage.token_buffer import TokenBuffer
 
 
@@ -133,28 +133,33 @@ def stores_of(layer: object) -> tuple[Store, ...]:
 
 def allocations(layer: object) -> Iterator[Tensor]:
     """Every tensor that a cache layer holds."""
-    yield from _tensors(layer, 6)
+    yield from _tensors(layer, set())
 
 
-def _tensors(value: object, depth: int) -> Iterator[Tensor]:
+def _tensors(value: object, visited: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         # Subclasses of quantization libraries hold their tensors as attributes and have no storage of their own.
-        inner = vars(value) if type(value) is not Tensor else {}
-        held = [entry for entry in inner.values() if isinstance(entry, Tensor)]
-        for tensor in held:
-            yield from _tensors(tensor, depth - 1)
-        if not held:
-            yield value
-    elif depth == 0:
+        held = (
+            [entry for entry in vars(value).values() if isinstance(entry, Tensor)] if type(value) is not Tensor else []
+        )
+        for tensor in held or [value]:
+            yield tensor
         return
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry, depth - 1)
+    if id(value) in visited:
+        return
+    visited.add(id(value))
+    entries: Iterable[object] = ()
+    if isinstance(value, dict):
+        entries = value.values()
     elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry, depth - 1)
-    elif isinstance(value, Store | TokenBuffer | CacheLayerMixin):
+        entries = value
+    elif isinstance(value, Store | TokenBuffer | Codec) or is_cache_layer(value):
         # What a static layer returned last is a view of what it holds, or a prompt's tokens on their way through.
-        yield from _tensors({name: entry for name, entry in vars(value).items() if name != "visible"}, depth - 1)
-    elif hasattr(value, "state") and hasattr(value, "constants"):  # a codec
-        yield from _tensors([value.state, value.constants], depth - 1)
+        entries = [entry for name, entry in vars(value).items() if name != "visible"]
+    for entry in entries:
+        yield from _tensors(entry, visited)
+
+
+def is_cache_layer(value: object) -> bool:
+    """Whether an object is a layer of a cache, of any kind (those of linear attention have a class of their own)."""
+    return hasattr(value, "reorder_cache") and hasattr(value, "reset")

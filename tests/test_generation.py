@@ -14,8 +14,8 @@ from tiny_models import CLOSED_FORM, FAMILIES, TEXT_FAMILIES, build, prompt
 from transformers import DynamicCache
 
 from hf_wsvd import WSVDCache, WSVDConfig, compress
-from hf_wsvd.latent_layers import LatentMixin
 from hf_wsvd.compat import CACHE_ARGUMENT, cache_of_output
+from hf_wsvd.latent_layers import LatentMixin
 
 
 NEW_TOKENS = 14
