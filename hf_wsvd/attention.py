@@ -17,7 +17,7 @@ from .call import LatentCall, active_call, set_active_call
 from .compat import cache_of
 from .decoder import decoder_attentions
 from .kernels import latent_attention
-from .quantizer_config import KeyLayout, LayerStorage
+from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
 from .upgrade import latent_layer
 
@@ -39,7 +39,7 @@ class Binding:
         self.handles: list = []
 
 
-def bind(attention: nn.Module, layer: int, layout: KeyLayout | None, storage: LayerStorage = LayerStorage()) -> None:
+def bind(attention: nn.Module, layer: int, layout: KeyLayout | None, storage: LayerStorage = WHOLE_LAYER) -> None:
     """Hook a compressed attention layer, so that its cache layer gets latents (`layout` None: dense keys).
 
     Args:

@@ -56,8 +56,8 @@ class WSVDCache(Cache):
             raise ValueError(f"WSVDCache: model must be a transformers model, got {type(model).__name__}")
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(
-                f"WSVDCache: {type(model).__name__} is an encoder-decoder model, whose cross attention this cache does "
-                "not hold; use the cache of transformers"
+                f"WSVDCache: {type(model).__name__} is an encoder-decoder model, whose cross attention this cache "
+                "does not hold; use the cache of transformers"
             )
         counts = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool) and max_cache_len > 0
         if max_cache_len is not None and not counts:

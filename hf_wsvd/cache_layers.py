@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from .quantizer_config import LayerStorage
+from .quantizer_config import WHOLE_LAYER, LayerStorage
 from .storage import Store, make_static_store, make_store, static_layers
 
 
@@ -24,7 +24,7 @@ class StoredMixin:
     `keys` and `values` are what the stores read: `[B, H, S, width]`, views where tokens are kept as they are.
     """
 
-    storage: LayerStorage = LayerStorage()
+    storage: LayerStorage = WHOLE_LAYER
     key_store: Store | None = None
     value_store: Store | None = None
 
@@ -143,7 +143,7 @@ class GrowingLayer(StoredMixin, DynamicLayer):
         storage: the default keeps the model's dtype.
     """
 
-    def __init__(self, storage: LayerStorage = LayerStorage()):
+    def __init__(self, storage: LayerStorage = WHOLE_LAYER):
         super().__init__()
         self.storage = storage
 
@@ -170,7 +170,7 @@ class GrowingLayer(StoredMixin, DynamicLayer):
 class GrowingSlidingWindowLayer(StoredMixin, DynamicSlidingWindowLayer):
     """`DynamicSlidingWindowLayer` without a concatenation a token, in any storage (but for sink tokens)."""
 
-    def __init__(self, sliding_window: int, storage: LayerStorage = LayerStorage()):
+    def __init__(self, sliding_window: int, storage: LayerStorage = WHOLE_LAYER):
         super().__init__(sliding_window=sliding_window)
         self.storage = storage
 

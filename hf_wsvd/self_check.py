@@ -20,6 +20,7 @@ from .calibration import Statistics
 from .calibration.answers import divergences
 from .calibration.cached_run import run
 from .calibration.dense_side import DenseSample, dense_probe
+from .quantizer_config import CacheConfig
 from .version import __version__
 
 

@@ -59,6 +59,9 @@ class LayerStorage(NamedTuple):
         return self.key.scheme is None and self.value.scheme is None
 
 
+WHOLE_LAYER = LayerStorage()
+
+
 @dataclass
 class CacheConfig:
     """Storage of a `WSVDCache`.
@@ -162,7 +165,7 @@ class CacheConfig:
         }
         own = {self._within("layers", number, layers): number for number in self.layers or {}}
         if layer in skipped:
-            return LayerStorage()
+            return WHOLE_LAYER
         fields = self._fields_of(own.get(layer))
         heads = tuple(sorted(set(whole.get(layer, ()))))
         return LayerStorage(*(self._spec(fields, side, latent, heads) for side in ("key", "value")), self.prefill)

@@ -32,8 +32,8 @@ class KiviKeyStore(Store):
     def __init__(self, bits: int, group_size: int, residual_length: int, heads: int, width: int, dtype: torch.dtype):
         if residual_length < 1 or residual_length % group_size:
             raise ValueError(
-                f"CacheConfig: residual_length={residual_length} is not allowed; allowed with scheme='kivi': a multiple "
-                f"of group_size = {group_size}"
+                f"CacheConfig: residual_length={residual_length} is not allowed; allowed with scheme='kivi': a "
+                f"multiple of group_size = {group_size}"
             )
         self.bits, self.group_size, self.residual_length = bits, group_size, residual_length
         self.heads, self.width, self.dtype = heads, width, dtype

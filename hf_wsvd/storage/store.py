@@ -191,6 +191,5 @@ def check_like(name: str, found: Tensor, like: Tensor) -> None:
     """ValueError unless `found` has the dtype of `like` and its shape but for batch and tokens (axes 0 and 2)."""
     same = found.ndim == 4 and found.dtype == like.dtype
     if not (same and found.shape[1] == like.shape[1] and found.shape[3] == like.shape[3]):
-        raise ValueError(
-            f"{name} is {list(found.shape)} {found.dtype}, wanted [any, {like.shape[1]}, any, {like.shape[3]}] {like.dtype}"
-        )
+        wanted = f"[any, {like.shape[1]}, any, {like.shape[3]}] {like.dtype}"
+        raise ValueError(f"{name} is {list(found.shape)} {found.dtype}, wanted {wanted}")
