@@ -25,7 +25,7 @@ class MinMaxCodec(Codec):
     Payload `[B, H, N, packed_width(width, bits)]` uint8, symmetric 8 bit as two's complement; scales `[B, H, N, G]`
     (symmetric) or `[B, H, N, 2 G]` (scales, then zeros).
 
-    Numbers beyond +-65440 are clamped. A group with a NaN or an infinity reads as NaN throughout, others are untouched.
+    Numbers beyond +-65440 are clamped. A group with a NaN or an infinity reads as NaN throughout; others are as ever.
     A scale that rounds to 0 reads as zero (min; symmetric: 0) throughout.
 
     Args:
@@ -72,8 +72,8 @@ class MinMaxCodec(Codec):
             scale, zero = ((high - low) / self.highest + bad).half(), (low + bad).half()
             scales, levels = torch.cat([scale, zero], dim=-2), groups - zero.float()
         divisor = scale.float().masked_fill(scale == 0, torch.inf)
-        codes = ((levels / divisor + self.offset) / self.step).round().clamp(self.lowest, self.highest)
-        codes = codes.nan_to_num(0).to(torch.int8 if self.signed else torch.uint8).view(torch.uint8)
+        codes = (levels / divisor).add_(self.offset).div_(self.step).round_().clamp_(self.lowest, self.highest)
+        codes = codes.nan_to_num_(0).to(torch.int8 if self.signed else torch.uint8).view(torch.uint8)
         return Packed(pack(codes.flatten(-2), self.bits), scales.squeeze(-1))
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:

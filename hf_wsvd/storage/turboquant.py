@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -31,10 +32,10 @@ def normal_centroids(bits: int) -> tuple[float, ...]:
     levels = [(number + 0.5) * 4 / 2**bits for number in range(2 ** (bits - 1))]
     moved = 1.0
     while moved > 1e-12:
-        borders = [0.0, *((a + b) / 2 for a, b in zip(levels, levels[1:])), math.inf]
+        borders = [0.0, *((a + b) / 2 for a, b in pairwise(levels)), math.inf]
         means = [
             2 * (density(a) - density(b)) / (math.erf(b / math.sqrt(2)) - math.erf(a / math.sqrt(2)))
-            for a, b in zip(borders, borders[1:])
+            for a, b in pairwise(borders)
         ]
         moved, levels = max(abs(mean - level) for mean, level in zip(means, levels)), means
     return (*(-level for level in reversed(levels)), *levels)
