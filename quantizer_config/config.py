@@ -19,6 +19,7 @@ METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
 SELF_CHECKS = ("calibration", "probe", "none")
 REFINEMENTS = ("none", "fisher", "distillation")
+LATENT_ROTATIONS = ("none", "hadamard")
 
 # Written by `to_dict` for readers of config.json, never read back.
 INFORMATIVE_KEYS = {"quant_method", "hf_wsvd_version"}
@@ -61,6 +62,9 @@ class WSVDConfig(QuantizationConfigMixin):
             answers on the calibration set), `"fisher"` (WSVD's element-wise Fisher-weighted fit of the weights) or
             `"none"`. `None`: `"distillation"` for method `"wsvd"`, else `"none"`.
         refinement_steps, refinement_learning_rate: Of `"distillation"`.
+        latent_rotation: `"hadamard"` turns the latents of each head so that its channels are of even size, as few bits
+            with one scale a token want them; it lies in the factors and costs nothing at run time. `"none"` leaves
+            them ordered by size. `None`: `"hadamard"`, and for a checkpoint of a version before 3 `"none"`.
         seed: Of the order in which distillation sees the calibration set.
         self_check: Inputs that a checkpoint records with the answers to them, for `verify`: `"calibration"` (up to
             four calibration samples, which are saved and pushed with the weights), `"probe"` (arbitrary tokens) or
@@ -106,6 +110,7 @@ class WSVDConfig(QuantizationConfigMixin):
         refinement: str | None = None,
         refinement_steps: int = 60,
         refinement_learning_rate: float = 5e-4,
+        latent_rotation: str | None = None,
         seed: int = 0,
         self_check: str = "calibration",
         cache: CacheConfig | dict[str, Any] | None = None,
@@ -137,6 +142,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self.refinement = refinement
         self.refinement_steps = refinement_steps
         self.refinement_learning_rate = refinement_learning_rate
+        self.latent_rotation = latent_rotation
         self.seed = seed
         self.self_check = self_check
         self.cache = cache
@@ -211,7 +217,10 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.refinement is None:
             self.refinement = "distillation" if gradients else "none"
         check_choice("rank_allocation", self.rank_allocation, RANK_ALLOCATIONS)
+        if self.latent_rotation is None:
+            self.latent_rotation = "hadamard" if self.version >= 3 else "none"
         check_choice("refinement", self.refinement, REFINEMENTS)
+        check_choice("latent_rotation", self.latent_rotation, LATENT_ROTATIONS)
         check_choice("self_check", self.self_check, SELF_CHECKS)
         if self.rank_allocation == "uniform" and self.rank_floor is not None:
             fail("rank_floor", self.rank_floor, "None with rank_allocation='uniform', whose ranks the ratio gives")
