@@ -38,6 +38,12 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
+    if not config.compresses:
+        if not (calibration is None and statistics is None):
+            raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+        bind_all(model, [], {}, config.cache)
+        record(config, Fit([], {}), {}, decoder_shape(model), {})
+        return
     if statistics is not None and not is_statistics(statistics):
         raise ValueError(
             f"statistics must be what collect_statistics returned or a file of it, got {type(statistics).__name__}; "

@@ -236,7 +236,8 @@ class WSVDConfig(QuantizationConfigMixin):
     def compresses(self) -> bool:
         """Whether any rank or ratio is given; if none is, `cache` alone applies, to keys and values as they are."""
         names = ("rank_ratio", "k_rank_ratio", "v_rank_ratio", "k_rank", "v_rank", "q_rank_ratio", "q_rank")
-        return any(getattr(self, name) is not None for name in names)
+        values = [getattr(self, name) for name in names]
+        return any(entry is not None for value in values for entry in (value if isinstance(value, list) else [value]))
 
     def get_loading_attributes(self) -> dict[str, Any]:
         """What a load may change of a compressed checkpoint; ValueError for one that is to be calibrated again."""
