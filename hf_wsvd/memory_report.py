@@ -142,8 +142,7 @@ def _tensors(value: object, visited: set[int]) -> Iterator[Tensor]:
         held = (
             [entry for entry in vars(value).values() if isinstance(entry, Tensor)] if type(value) is not Tensor else []
         )
-        for tensor in held or [value]:
-            yield tensor
+        yield from held or [value]
         return
     if id(value) in visited:
         return

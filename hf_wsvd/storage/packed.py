@@ -21,10 +21,9 @@ class PackedStore(BufferStore):
         dtype: that tokens read back in.
     """
 
-    kinds = {"payload": "payload", "scales": "scales"}
-
     def __init__(self, codec: Codec, heads: int, dtype: torch.dtype):
         super().__init__()
+        self.kinds = {"payload": "payload", "scales": "scales"}
         self.codec = codec
         self.heads, self.width, self.dtype = heads, codec.width, dtype
 
