@@ -26,7 +26,7 @@ class StaticStore(Store):
     def __init__(self, codec: Codec, layer: StaticLayer, heads: int, dtype: torch.dtype):
         self.codec, self.layer = codec, layer
         self.heads, self.width, self.dtype = heads, codec.width, dtype
-        self.visible: Packed | None = None
+        self.visible: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         return int(self.layer.get_seq_length())
@@ -39,15 +39,18 @@ class StaticStore(Store):
     def append(self, tokens: Tensor) -> None:
         if not self.layer.is_initialized:
             self.codec.to(tokens.device)
+        payload, scales = self.codec.encode(tokens)
+        # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
+        scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
         # What the layer returns may hold more than what it keeps: all tokens of a prompt longer than the window.
-        self.visible = Packed(*self.layer.update(*self.codec.encode(tokens)))
+        self.visible = self.layer.update(payload, scales)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        return self.codec.decode(self.visible, self.dtype)
+        return self.codec.decode(Packed(self.visible[0], as_scales(self.visible[1])), self.dtype)
 
     def packed(self) -> dict[str, Tensor]:
-        return {"payload": self.layer.keys, "scales": self.layer.values, **self.codec.state}
+        return {"payload": self.layer.keys, "scales": as_scales(self.layer.values), **self.codec.state}
 
     def crop(self, count: int) -> None:
         self.layer.crop(-count)
@@ -89,6 +92,13 @@ class StaticStore(Store):
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         raise NotImplementedError("a static cache cannot be loaded")
+
+
+def as_scales(values: Tensor) -> Tensor:
+    """The fp16 scales in the values of a static layer."""
+    if values.shape[-1] == 0:
+        return values.new_empty(values.shape, dtype=torch.float16)
+    return values.view(torch.float16)
 
 
 def static_layers(store: Store) -> list[StaticLayer]:
