@@ -166,7 +166,7 @@ def memory(arguments: argparse.Namespace) -> None:
             command += ["--prompt-tokens", str(arguments.prompt_tokens), "--new-tokens", str(arguments.new_tokens)]
             command += ["--threads", str(torch.get_num_threads())]
             command += ["--setting", json.dumps({"kind": setting.kind, "fields": setting.fields})]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
                 results["failed"].append({**described(setting), "reason": reason})
@@ -244,9 +244,7 @@ def decoded(
     token, times = prompt, []
     for _ in range(1 + new_tokens):
         start = now(prompt.device)
-        logits = model(
-            **{"input_ids": token, "use_cache": True, "logits_to_keep": 1, CACHE_ARGUMENT: cache}
-        ).logits
+        logits = model(**{"input_ids": token, "use_cache": True, "logits_to_keep": 1, CACHE_ARGUMENT: cache}).logits
         token = logits[:, -1:].argmax(-1)
         times.append(now(prompt.device) - start)
     return cache, times[0], times[1:]

@@ -8,8 +8,9 @@
     python benchmarks/cache_quality.py --plot docs/results/cache_quality.svg --output docs/results/cache_quality.json
 
 cache_tasks.py says how a cache is read and scored. Rows are written one by one; a second run with the same --output
-measures what is missing. The axis is bits an element: 8 * bytes that the caches hold / numbers that dense caches of the
-same tokens hold, so that latents and dense heads share it and nothing (scales, exact windows, room to grow) is free.
+measures what is missing. The axis is bits an element: 8 * bytes that the caches hold / numbers that dense caches of
+the same tokens hold, so that latents and dense heads share it and nothing (scales, exact windows, room to grow) is
+free.
 """
 
 import argparse

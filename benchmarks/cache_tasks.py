@@ -244,6 +244,4 @@ def context_task(source: TextTask, path: Path, device: str, questions: int, batc
     batches, order = equally_long(given, batch_size)
     kinds = ["answer"] * len(asked) + ["other"] * len(asked)
     settings = {"questions": len(asked), "solved_examples": SHOTS}
-    return CacheTask(
-        "context", source.description, settings, source.model, source, batches, "exact", kinds, order
-    )
+    return CacheTask("context", source.description, settings, source.model, source, batches, "exact", kinds, order)

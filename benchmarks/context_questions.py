@@ -1,8 +1,8 @@
 """Questions about a passage that contradicts what a model may know, as tokens for SmolLM2.
 
 They are bigbench's `contextual_parametric_knowledge_conflicts`: each has the answer that the passage gives and another
-one, which was true before the passage was changed. The prompt holds four solved examples, the passage and the question.
-Questions come in groups whose prompts have the same number of tokens, so that no batch needs padding.
+one, which was true before the passage was changed. The prompt holds four solved examples, the passage and the
+question. Questions come in groups whose prompts have the same number of tokens, so that no batch needs padding.
 """
 
 import hashlib
