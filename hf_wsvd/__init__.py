@@ -14,8 +14,9 @@ from .calibration import (
     save_statistics,
 )
 from .hub import model_card, push_to_hub
+from .memory_report import MemoryReport
 from .quantizer import WSVDHfQuantizer, compress
-from .quantizer_config import WSVDConfig
+from .quantizer_config import CacheConfig, WSVDConfig
 from .register import register_quantization
 from .verification import renew_self_check, verify
 from .version import __version__
@@ -25,6 +26,8 @@ register_attention()
 register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
+    "CacheConfig",
+    "MemoryReport",
     "WSVDCache",
     "WSVDConfig",
     "WSVDHfQuantizer",

@@ -13,13 +13,13 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from .cache import latent_layer
 from .call import LatentCall, active_call, set_active_call
 from .compat import cache_of
 from .decoder import decoder_attentions
 from .kernels import latent_attention
-from .quantizer_config import KeyLayout
+from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
+from .upgrade import latent_layer
 
 
 logger = logging.get_logger("hf_wsvd")
@@ -31,17 +31,22 @@ DENSE_ONLY = ("s_aux", "position_bias")
 class Binding:
     """What the hooks of one attention layer know of it. Holds no module, so that copies of a model stay apart."""
 
-    def __init__(self, layer: int, layout: KeyLayout | None, row_group: Any):
+    def __init__(self, layer: int, layout: KeyLayout | None, row_group: Any, storage: LayerStorage):
         self.layer = layer
         self.layout = layout
+        self.storage = storage
         self.row_group = row_group
         self.handles: list = []
 
 
-def bind(attention: nn.Module, layer: int, layout: KeyLayout | None) -> None:
-    """Hook a compressed attention layer, so that its cache layer gets latents (`layout` None: dense keys)."""
+def bind(attention: nn.Module, layer: int, layout: KeyLayout | None, storage: LayerStorage = WHOLE_LAYER) -> None:
+    """Hook a compressed attention layer, so that its cache layer gets latents (`layout` None: dense keys).
+
+    Args:
+        storage: of the latents in a cache that the model makes by itself.
+    """
     row_group = getattr(attention, "layer_type", getattr(attention, "is_sliding", None))
-    binding = Binding(layer, layout, row_group)
+    binding = Binding(layer, layout, row_group, storage)
     if layout is not None:
         binding.handles = [
             attention.register_forward_pre_hook(open_call, with_kwargs=True),
@@ -70,7 +75,7 @@ def open_call(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     if binding.layout.rotation != "none":
         cos, sin = (half_rows(rows, binding.layout.rotation) for rows in kwargs["position_embeddings"])
         row_key = (str(cos.device), binding.row_group)
-    layer = latent_layer(cache_of(kwargs), binding.layer, row_key)
+    layer = latent_layer(cache_of(kwargs), binding.layer, row_key, binding.storage)
     set_active_call(None if layer is None else LatentCall(attention, binding.layout, layer, cos, sin))
 
 

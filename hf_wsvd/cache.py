@@ -1,96 +1,142 @@
-"""Latent layers in any cache: upgraded in place on first touch, or all at once as `WSVDCache`."""
+"""`WSVDCache`: the cache of any decoder, with latents where the model is compressed, in any storage."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
+
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
+from transformers.utils import logging
 
-from .cache_layers import LATENT_LAYERS, LatentMixin
-from .token_buffer import TokenBuffer
-
-
-def upgraded(layer: CacheLayerMixin) -> LatentMixin | None:
-    """A latent layer with the limits and state of an empty stock layer; None if there is none of its kind."""
-    latent_class = LATENT_LAYERS.get(type(layer))
-    if latent_class is None or (layer.is_initialized and int(layer.get_seq_length()) > 0):
-        return None
-    new = latent_class.__new__(latent_class)
-    state = {k: v for k, v in vars(layer).items() if k not in ("keys", "values")}
-    vars(new).update(state)
-    # A static layer may have been given dense shapes ahead of time (`early_initialization`): allocate anew.
-    new.keys = new.values = None
-    new.is_initialized = False
-    return new
+from .decoder import decoder_attentions
+from .latent_layers import LatentMixin
+from .memory_report import MemoryReport, allocations, memory_report
+from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
+from .storage import make_store
+from .upgrade import upgraded
 
 
-def latent_layer(cache: object, layer_idx: int, row_key: tuple | None) -> LatentMixin | None:
-    """The latent layer of `cache` for decoder layer `layer_idx`, upgrading an empty stock layer in place.
-
-    Args:
-        row_key: what layers must share to share rotary rows (device and kind of rotation); None without rotation.
-
-    Returns:
-        None where latents cannot be held: no cache, a cache of another kind, or dense keys in it already.
-    """
-    if not isinstance(cache, Cache):
-        return None
-    if cache.layer_class_to_replicate is not None:  # layers are created as they are met
-        while len(cache.layers) <= layer_idx:
-            cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[layer_idx]
-    if not isinstance(layer, LatentMixin):
-        layer = upgraded(layer)
-        if layer is None:
-            return None
-        cache.layers[layer_idx] = layer
-    if layer.rows is None and row_key is not None:
-        share_rows(cache, layer, row_key)
-    return layer
-
-
-def share_rows(cache: Cache, layer: LatentMixin, row_key: tuple) -> None:
-    """Give `layer` the rotary rows of an earlier layer with the same key and kind, or rows of its own."""
-    layer.rows_key = (*row_key, type(layer))
-    for other in cache.layers:
-        if isinstance(other, LatentMixin) and other.rows is not None and other.rows_key == layer.rows_key:
-            layer.rows = other.rows
-            return
-    layer.rows, layer.owns_rows = layer.new_rows(), True
+logger = logging.get_logger("hf_wsvd")
 
 
 class WSVDCache(Cache):
-    """The latent cache of a compressed model, built ahead of the first call.
+    """A KV cache that grows without concatenation and keeps its tokens packed, for any decoder model.
 
-    `generate` and a bare forward make the same cache by themselves; build it to hold it across calls (multi-turn
-    chat) or to fix its size. `cache_nbytes(cache)` measures it.
+    Over a model compressed by hf_wsvd it holds latents; over any other, keys and values. Sliding layers stay sliding;
+    layers that hold no keys and values (linear attention) stay as transformers makes them.
 
     Args:
-        model: a model compressed by hf_wsvd.
+        model: the model that the cache is for.
+        bits: 16, 8, 4, 3 or 2; with the other fields of `CacheConfig` (`scheme`, `key_bits`, `sink_length`, ...) as
+            keyword arguments.
+        cache_config: all of them in one; not together with single fields. Without any, the cache is as the model's
+            `WSVDConfig.cache` says, or in the model's dtype.
         max_cache_len: tokens to allocate at fixed addresses (for compiled decoding); None grows as needed.
+        offloading: keep all layers but the current one on the CPU (CUDA models).
 
     Raises:
-        ValueError: if the model is not compressed, or `max_cache_len` is not a positive number.
+        ValueError: an encoder-decoder model, options that do not fit each other or the model, or `max_cache_len` that
+            is not a positive number.
+
+    Example:
+        `model.generate(**inputs, past_key_values=WSVDCache(model, bits=4))` (`cache=` since transformers 5.24)
     """
 
-    def __init__(self, model: PreTrainedModel, max_cache_len: int | None = None):
-        from .attention import bound_layers
-
-        latent = bound_layers(model)
-        if not latent:
-            raise ValueError(f"WSVDCache: {type(model).__name__} holds no layer compressed by hf_wsvd")
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        bits: int | None = None,
+        *,
+        cache_config: CacheConfig | dict[str, Any] | None = None,
+        max_cache_len: int | None = None,
+        offloading: bool = False,
+        **fields: Any,
+    ):
+        if not isinstance(model, PreTrainedModel):
+            raise ValueError(f"WSVDCache: model must be a transformers model, got {type(model).__name__}")
+        if getattr(model.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"WSVDCache: {type(model).__name__} is an encoder-decoder model, whose cross attention this cache "
+                "does not hold; use the cache of transformers"
+            )
         counts = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool) and max_cache_len > 0
         if max_cache_len is not None and not counts:
             raise ValueError(
                 f"WSVDCache: max_cache_len={max_cache_len!r} is not allowed; allowed: at least 1, or None"
             )
+        self.cache_config = settled_config(model, cache_config, {"bits": bits, **fields})
         config = model.config.get_text_config(decoder=True)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
-        layers = [
-            (upgraded(layer) or layer) if number in latent else layer for number, layer in enumerate(stock.layers)
-        ]
-        super().__init__(layers=layers)
+        super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that the cache keeps allocated, as `cache_nbytes` counts them."""
+        return cache_nbytes(self)
+
+    def memory_report(self) -> MemoryReport:
+        """What `nbytes` consists of, by layer and by kind."""
+        return memory_report(self)
+
+
+def settled_config(
+    model: PreTrainedModel, cache_config: CacheConfig | dict[str, Any] | None, fields: dict[str, Any]
+) -> CacheConfig:
+    """The one config that the arguments of `WSVDCache` describe; without any, that of the model."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if cache_config is not None:
+        if fields:
+            raise ValueError(f"WSVDCache: cache_config and {sorted(fields)} are both given: leave one out")
+        return CacheConfig.parse(cache_config)
+    if fields:
+        return CacheConfig.parse(fields)
+    return model_cache_config(model) or CacheConfig()
+
+
+def model_cache_config(model: PreTrainedModel) -> CacheConfig | None:
+    """The storage that a model of ours is configured for."""
+    config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
+    return config.cache if isinstance(config, WSVDConfig) else None
+
+
+def stored_layers(
+    model: PreTrainedModel, stock: list[CacheLayerMixin], cache_config: CacheConfig
+) -> list[CacheLayerMixin]:
+    """The layers of an empty stock cache of `model`, replaced by ours wherever they hold keys and values.
+
+    Raises:
+        ValueError: storage that a layer cannot have.
+    """
+    from .attention import bound_layers
+
+    latent = bound_layers(model)
+    layers, untouched = [], []
+    for number, layer in enumerate(stock):
+        storage = cache_config.storage(number, len(stock), number in latent)
+        new = upgraded(layer, number in latent, storage)
+        if new is None and isinstance(layer, CacheLayerMixin) and not storage.whole:
+            untouched.append(number)
+        layers.append(new or layer)
+    check_widths(model, layers)
+    if untouched and len(untouched) == len(stock):
+        raise ValueError(f"WSVDCache: no layer of {type(model).__name__} can be packed ({type(stock[0]).__name__})")
+    if untouched:
+        kinds = sorted({type(stock[number]).__name__ for number in untouched})
+        logger.warning(f"hf_wsvd: decoder layers {untouched} keep the model's dtype: {', '.join(kinds)} is not packed")
+    return layers
+
+
+def check_widths(model: PreTrainedModel, layers: list[CacheLayerMixin]) -> None:
+    """ValueError now rather than at the first token, for group sizes and heads that do not fit a layer."""
+    for attention in decoder_attentions(model):
+        layer = layers[attention.layer] if attention.layer < len(layers) else None
+        storage: LayerStorage | None = getattr(layer, "storage", None)
+        if storage is None:
+            continue
+        for side in ("key", "value"):
+            projection = getattr(attention.module, f"{side[0]}_proj")
+            width = projection.rank if isinstance(layer, LatentMixin) else attention.head_dim
+            make_store(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
 
 
 def cache_nbytes(cache: Cache) -> int:
@@ -98,24 +144,9 @@ def cache_nbytes(cache: Cache) -> int:
 
     Works for any transformers cache. Storage shared by several tensors is counted once.
     """
-    storages: dict[tuple[str, int], int] = {}
-
-    def visit(value: object, depth: int) -> None:
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            storages[(str(value.device), storage.data_ptr())] = storage.nbytes()
-        elif depth == 0:
-            return
-        elif isinstance(value, dict):
-            for entry in value.values():
-                visit(entry, depth - 1)
-        elif isinstance(value, list | tuple):
-            for entry in value:
-                visit(entry, depth - 1)
-        elif isinstance(value, TokenBuffer | CacheLayerMixin):
-            visit({k: v for k, v in vars(value).items() if k != "visible"}, depth)
-
-    with torch.no_grad():
-        for layer in cache.layers:
-            visit(layer, 4)
+    storages: dict[int, int] = {}
+    for layer in cache.layers:
+        for tensor in allocations(layer):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())

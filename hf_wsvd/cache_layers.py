@@ -1,60 +1,111 @@
-"""Cache layers: growth without concatenation, and layers that hold latents in place of keys and values."""
+"""Cache layers: growth without concatenation and packed storage, in place of the stock layers of transformers."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
-from .call import active_call
-from .token_buffer import TokenBuffer
+from .quantizer_config import WHOLE_LAYER, LayerStorage
+from .storage import Store, make_static_store, make_store, static_layers
 
 
-class GrowingMixin:
-    """Dynamic storage in `TokenBuffer`s: `keys` and `values` are views `[B, H, S, width]` of them."""
+class StoredMixin:
+    """A layer whose keys and values lie in a `Store` each, in the form that `storage` says.
 
-    key_buffer: TokenBuffer | None = None
-    value_buffer: TokenBuffer | None = None
+    `keys` and `values` are what the stores read: `[B, H, S, width]`, views where tokens are kept as they are.
+    """
+
+    storage: LayerStorage = WHOLE_LAYER
+    key_store: Store | None = None
+    value_store: Store | None = None
 
     @property
     def keys(self) -> Tensor | None:
-        return None if self.key_buffer is None else self.key_buffer.view
+        return self.key_store.read() if self.get_seq_length() > 0 else None
 
     @keys.setter
     def keys(self, tokens: Tensor | None) -> None:
-        self.key_buffer = None if tokens is None else TokenBuffer(tokens)
+        self._set("key", tokens)
 
     @property
     def values(self) -> Tensor | None:
-        return None if self.value_buffer is None else self.value_buffer.view
+        return self.value_store.read() if self.get_seq_length() > 0 else None
 
     @values.setter
     def values(self, tokens: Tensor | None) -> None:
-        self.value_buffer = None if tokens is None else TokenBuffer(tokens)
+        self._set("value", tokens)
 
-    def reset(self) -> None:
-        # Tokens are dropped, not zeroed: transformers before 5.18 zeroes, and the next prompt would follow the zeros.
-        self.keys = self.values = None
-        self.is_initialized = False
-        super().reset()
+    def _set(self, side: str, tokens: Tensor | None) -> None:
+        """transformers assigns None and empty tensors to say that a layer is empty."""
+        store = None
+        if tokens is not None and tokens.numel():
+            store = self.new_store(side, tokens)
+            store.append(tokens)
+        setattr(self, f"{side}_store", store)
+
+    def new_store(self, side: str, tokens: Tensor) -> Store:
+        """An empty store for tokens like these."""
+        heads, width = tokens.shape[1], tokens.shape[3]
+        return make_store(getattr(self.storage, side), side, heads, width, tokens.dtype)
+
+    def stores(self) -> tuple[Store, ...]:
+        """Those of keys and values; none before the first tokens."""
+        return () if self.key_store is None else (self.key_store, self.value_store)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.key_store, self.value_store = self.new_store("key", key_states), self.new_store("value", value_states)
+
+    def is_first_call(self) -> bool:
+        """Whether the layer, initialized, holds no tokens yet."""
+        return len(self.key_store) == 0
+
+    def put(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Append the tokens of a call. Returns whether attention is to see them as they are ("exact" first tokens).
+
+        Raises:
+            ValueError: tokens of another batch, shape or device than those held.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        first = self.is_first_call()
+        if not first:
+            self._check(key_states, value_states)
+        self.key_store.append(key_states)
+        self.value_store.append(value_states)
+        return first and not self.storage.whole and self.storage.prefill == "exact"
+
+    def _check(self, key_states: Tensor, value_states: Tensor) -> None:
+        for store, tokens in zip(self.stores(), (key_states, value_states)):
+            if tokens.shape[0] != store.batch:
+                raise ValueError(
+                    f"this cache holds {store.batch} sequences and got tokens of {tokens.shape[0]}: change it with "
+                    "batch_repeat_interleave, batch_select_indices or reorder_cache, or use a new cache"
+                )
+            if (tokens.shape[1], tokens.shape[3]) != (store.heads, store.width):
+                raise ValueError(
+                    f"this cache holds {store.heads} heads of width {store.width} and got {tokens.shape[1]} of "
+                    f"{tokens.shape[3]}: it belongs to another model"
+                )
+        if key_states.device != self.device:
+            raise ValueError(f"this cache lies on {self.device} and got tokens on {key_states.device}")
 
     def offload(self) -> None:
-        if self.is_initialized:
-            self.key_buffer.to("cpu")
-            self.value_buffer.to("cpu")
+        for store in self.stores():
+            store.to(torch.device("cpu"))
 
     def prefetch(self) -> None:
-        if self.is_initialized and self.key_buffer.data.device != self.device:
-            self.key_buffer.to(self.device)
-            self.value_buffer.to(self.device)
+        for store in self.stores():
+            store.to(self.device)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._select_batch(beam_idx)
@@ -62,57 +113,84 @@ class GrowingMixin:
     def batch_select_indices(self, indices: Tensor) -> None:
         self._select_batch(indices)
 
-    def _select_batch(self, indices: Tensor) -> None:
-        if self.get_seq_length() > 0:
-            self.key_buffer.select_batch(indices)
-            self.value_buffer.select_batch(indices)
+    def _select_batch(self, index: Tensor) -> None:
+        for store in self.stores():
+            store.select_batch(index)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.get_seq_length() > 0:
-            self.key_buffer.repeat_batch(repeats)
-            self.value_buffer.repeat_batch(repeats)
+        for store in self.stores():
+            store.repeat_batch(repeats)
+
+    def _count_to_crop(self, tokens_to_remove: int) -> int:
+        """Number of tokens to drop.
+
+        Raises:
+            ValueError: for a positive argument, as transformers does since 5.20, and for more tokens than there are.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end"
+            )
+        if -tokens_to_remove > int(self.get_seq_length()):
+            raise ValueError(f"crop({tokens_to_remove}): the cache holds {int(self.get_seq_length())} tokens")
+        return -tokens_to_remove
 
 
-def check_crop(tokens_to_remove: int) -> int:
-    """Number of tokens to drop. Raises ValueError for a positive argument, as transformers does since 5.20."""
-    if tokens_to_remove > 0:
-        raise ValueError(
-            f"crop({tokens_to_remove}): pass a negative number, the count of tokens to remove from the end"
-        )
-    return -tokens_to_remove
+class GrowingLayer(StoredMixin, DynamicLayer):
+    """`DynamicLayer` without a concatenation a token, in any storage.
 
+    Args:
+        storage: the default keeps the model's dtype.
+    """
 
-class GrowingLayer(GrowingMixin, DynamicLayer):
-    """`DynamicLayer` without a concatenation a token."""
+    def __init__(self, storage: LayerStorage = WHOLE_LAYER):
+        super().__init__()
+        self.storage = storage
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self.key_buffer.append(key_states), self.value_buffer.append(value_states)
+        if self.put(key_states, value_states):
+            return key_states, value_states
+        return self.key_store.read(), self.value_store.read()
+
+    def get_seq_length(self) -> int:
+        return len(self.key_store) if self.key_store is not None else 0
+
+    def reset(self) -> None:
+        # Tokens are dropped, not zeroed: transformers before 5.18 zeroes, and the next prompt would follow the zeros.
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(tokens_to_remove)
-        if self.is_initialized:
-            self.key_buffer.crop(count)
-            self.value_buffer.crop(count)
+        count = self._count_to_crop(tokens_to_remove)
+        for store in self.stores():
+            store.crop(count)
 
 
-class GrowingSlidingWindowLayer(GrowingMixin, DynamicSlidingWindowLayer):
-    """`DynamicSlidingWindowLayer` without a concatenation a token."""
+class GrowingSlidingWindowLayer(StoredMixin, DynamicSlidingWindowLayer):
+    """`DynamicSlidingWindowLayer` without a concatenation a token, in any storage (but for sink tokens)."""
+
+    def __init__(self, sliding_window: int, storage: LayerStorage = WHOLE_LAYER):
+        super().__init__(sliding_window=sliding_window)
+        self.storage = storage
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        exact = self.put(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        keys, values = self.key_buffer.append(key_states), self.value_buffer.append(value_states)
+        keys, values = (key_states, value_states) if exact else (self.key_store.read(), self.value_store.read())
         if not self.record_past:
             self._keep_window()
             return keys, values
         visible = self.sliding_window - 1 + key_states.shape[-2]
         return keys[:, :, -visible:], values[:, :, -visible:]
 
+    def reset(self) -> None:
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
+
     def crop(self, tokens_to_remove: int) -> None:
-        count = check_crop(tokens_to_remove)
+        count = self._count_to_crop(tokens_to_remove)
         if not self.is_initialized:
             return
         beyond_window = self.cumulative_length >= self.sliding_window
@@ -121,144 +199,89 @@ class GrowingSlidingWindowLayer(GrowingMixin, DynamicSlidingWindowLayer):
                 "a sliding layer past its window can be cropped only after `activate_past_recording()`: "
                 "the tokens that would come back into the window are gone"
             )
-        self.key_buffer.crop(count)
-        self.value_buffer.crop(count)
-        self.cumulative_length = max(self.cumulative_length - count, 0)
+        for store in self.stores():
+            store.crop(count)
+        self.cumulative_length -= count
         if beyond_window:
             self._keep_window()
 
     def _keep_window(self) -> None:
-        self.key_buffer.keep_last(self.sliding_window - 1)
-        self.value_buffer.keep_last(self.sliding_window - 1)
+        for store in self.stores():
+            store.keep_last(self.sliding_window - 1)
 
 
-class LatentMixin:
-    """A layer whose `keys` and `values` are latents `[B, H, S, rank]`.
+class PackedStaticMixin(StoredMixin):
+    """A static layer with packed keys and values. The stores' own static layers know where tokens go."""
 
-    Rotary rows (cos and sin of every cached token) are held once for all layers that share them, in `rows`: a plain
-    layer of the same kind with one head, so that every cache operation treats rows and latents alike. The layer with
-    `owns_rows` passes the operations on.
-    """
+    # A flag and not a look at the length, which lies in a tensor.
+    has_tokens = False
 
-    # Shapes given ahead of the first tokens are those of dense heads; latents allocate when they arrive.
-    supports_early_init = False
-    rows_class: ClassVar[type[CacheLayerMixin]]
-    rows: CacheLayerMixin | None = None
-    rows_key: tuple | None = None
-    owns_rows: bool = False
-    # True until the first tokens arrive: then attention needs no token but those of the current call.
-    is_empty: bool = True
+    def is_first_call(self) -> bool:
+        return not self.has_tokens
 
-    def new_rows(self) -> CacheLayerMixin:
-        """A layer for rotary rows with this layer's limits and state."""
-        limits = {n: getattr(self, n) for n in ("max_cache_len", "sliding_window") if hasattr(self, n)}
-        if self.rows_class is StaticSlidingWindowLayer:  # its constructor takes the window, keeps only the minimum
-            limits["sliding_window"] = self.max_cache_len
-        rows = self.rows_class(**limits)
-        if getattr(self, "record_past", False):
-            rows.activate_past_recording()
-        return rows
+    def new_store(self, side: str, tokens: Tensor) -> Store:
+        limits = {"max_cache_len": self.max_cache_len, "sliding_window": self.max_cache_len}
+        heads, width = tokens.shape[1], tokens.shape[3]
+        return make_static_store(
+            getattr(self.storage, side), heads, width, tokens.dtype, partial(self.stock_class, **limits)
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.device = key_states.device
+        self.batch_size, self.num_heads = key_states.shape[:2]
+        self.key_store, self.value_store = self.new_store("key", key_states), self.new_store("value", value_states)
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Store the latents of the current call; return what attention is to read.
+        visible = self.get_mask_sizes(key_states.shape[-2])[0]
+        exact = self.put(key_states, value_states)
+        self.has_tokens = True
+        if not exact:
+            return self.key_store.read(), self.value_store.read()
+        # As many as the mask has columns; it hides those that hold no token yet.
+        missing = visible - key_states.shape[-2]
+        return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
 
-        A first call, and a short one under the latent attention function, get `key_states` and `value_states` back;
-        every other gets the expanded keys and values of the whole layer.
-        """
-        call = active_call()
-        if call is None or call.layer is not self or call.key is None or call.value is None:
-            raise RuntimeError(
-                "this cache layer holds latents and can be updated only by the attention layer that it belongs to; "
-                "use a new cache for another model"
-            )
-        empty, self.is_empty = self.is_empty, False
-        if self.owns_rows:
-            self._append_rows(call.cos, call.sin, key_states.shape[0])
-        latents = super().update(call.key.latent, call.value.latent, *args, **kwargs)
-        call.cache(*latents, self.rows.visible if self.rows is not None else None)
-        whole = empty and (call.latent_attention or not self.is_compileable)
-        if whole or call.reads_latents():
-            call.handed = (key_states, value_states)
-            return key_states, value_states
-        return call.expand()
+    def _counter(self) -> StaticLayer | None:
+        return static_layers(self.key_store)[0] if self.is_initialized else None
 
-    def _append_rows(self, cos: Tensor, sin: Tensor, batch: int) -> None:
-        """Rows arrive as `[B or 1, S, d/2]`; one row serves the batch until somebody brings more."""
-        if self.is_compileable:  # fixed shapes, and no look at the length tensor
-            cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-        elif self.rows.is_initialized and self.rows.get_seq_length() > 0:
-            held = self.rows.keys.shape[0]
-            if held != cos.shape[0]:
-                cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-                self.rows.batch_repeat_interleave(batch // held)
-        cos, sin = self.rows.update(cos[:, None], sin[:, None])
-        self.rows.visible = (cos[:, 0], sin[:, 0])
+    def get_seq_length(self) -> int | Tensor:
+        return self._counter().get_seq_length() if self.is_initialized else 0
 
-    def reset(self) -> None:
-        super().reset()
-        self.is_empty = True
-        if self.owns_rows:
-            self.rows.reset()
-            self.rows.visible = None
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return (
+            self._counter().get_mask_sizes(query_length)
+            if self.is_initialized
+            else super().get_mask_sizes(query_length)
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        if self.owns_rows:
-            self.rows.crop(tokens_to_remove)
-        # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
-        self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
+        count = self._count_to_crop(tokens_to_remove)
+        for store in self.stores():
+            store.crop(count)
+        self.has_tokens = int(self.get_seq_length()) > 0
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        if self._owns_row_batch():
-            self.rows.reorder_cache(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self._owns_row_batch():
-            self.rows.batch_select_indices(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        if self._owns_row_batch():
-            self.rows.batch_repeat_interleave(repeats)
-
-    def _owns_row_batch(self) -> bool:
-        return self.owns_rows and self.rows.is_initialized and self.rows.keys.shape[0] > 1
+    def reset(self) -> None:
+        for store in self.stores():
+            store.reset()
+        self.has_tokens = False
 
 
-class LatentDynamicLayer(LatentMixin, GrowingLayer):
-    """Latents of full attention, growing with the text."""
+class PackedStaticLayer(PackedStaticMixin, StaticLayer):
+    """`StaticLayer` in packed storage."""
 
-    rows_class = GrowingLayer
+    stock_class = StaticLayer
 
-
-class LatentSlidingWindowLayer(LatentMixin, GrowingSlidingWindowLayer):
-    """Latents of the last `sliding_window` tokens."""
-
-    rows_class = GrowingSlidingWindowLayer
-
-    def activate_past_recording(self) -> None:
-        super().activate_past_recording()
-        if self.owns_rows:
-            self.rows.activate_past_recording()
+    def __init__(self, max_cache_len: int, storage: LayerStorage):
+        super().__init__(max_cache_len=max_cache_len)
+        self.storage = storage
 
 
-class LatentStaticLayer(LatentMixin, StaticLayer):
-    """Latents in tensors of fixed size and address, for compiled decoding."""
+class PackedStaticSlidingWindowLayer(PackedStaticMixin, StaticSlidingWindowLayer):
+    """`StaticSlidingWindowLayer` in packed storage."""
 
-    rows_class = StaticLayer
+    stock_class = StaticSlidingWindowLayer
 
-
-class LatentStaticSlidingWindowLayer(LatentMixin, StaticSlidingWindowLayer):
-    """Latents of a sliding window in tensors of fixed size and address."""
-
-    rows_class = StaticSlidingWindowLayer
-
-
-LATENT_LAYERS: dict[type, type[LatentMixin]] = {
-    DynamicLayer: LatentDynamicLayer,
-    DynamicSlidingWindowLayer: LatentSlidingWindowLayer,
-    StaticLayer: LatentStaticLayer,
-    StaticSlidingWindowLayer: LatentStaticSlidingWindowLayer,
-}
+    def __init__(self, max_cache_len: int, sliding_window: int, storage: LayerStorage):
+        super().__init__(max_cache_len=max_cache_len, sliding_window=sliding_window)
+        self.storage = storage

@@ -13,7 +13,7 @@ from .quantizer_config import KeyLayout
 
 
 if TYPE_CHECKING:
-    from .cache_layers import LatentMixin
+    from .latent_layers import LatentMixin
 
 # Longer queries expand K and V once instead: from here on the expansion is cheaper than attention in latent space.
 MAX_LATENT_QUERY = 16

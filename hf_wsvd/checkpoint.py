@@ -35,7 +35,7 @@ def check_checkpoint(files: list[str] | None, targets: list[Target]) -> None:
         for side, _, projection in target.sides()
         for parameter, tensor in projection.named_parameters()
     }
-    prefix = stored_prefix(held, next(iter(wanted)))
+    prefix = stored_prefix(held, next(iter(wanted), ""))
     for name, shape in wanted.items():
         found, dtype = held.get(prefix + tail_of(name), (None, None))
         if found != shape or dtype not in FLOAT_DTYPES:

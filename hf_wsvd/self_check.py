@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from .cache import WSVDCache
 from .calibration import Statistics
 from .calibration.answers import divergences
 from .calibration.cached_run import run
 from .calibration.dense_side import DenseSample, dense_probe
+from .quantizer_config import CacheConfig
 from .version import __version__
 
 
@@ -135,7 +137,12 @@ def with_answers_of(model: PreTrainedModel, check: SelfCheck) -> SelfCheck:
 
 def answers_of(model: PreTrainedModel, check: SelfCheck) -> list[tuple[Tensor, Tensor]]:
     """For each sample, log-probabilities as in `Sample.compressed`, and the most likely tokens `[N]`."""
-    return [run(model, sample.inputs, sample.split, sample.top)[1:] for sample in check.samples]
+    # Without the rounding of packed storage, which is no property of the weights.
+    whole = CacheConfig()
+    return [
+        run(model, sample.inputs, sample.split, sample.top, WSVDCache(model, cache_config=whole))[1:]
+        for sample in check.samples
+    ]
 
 
 def distances(check: SelfCheck, answers: list[tuple[Tensor, Tensor]]) -> dict[str, Distance]:

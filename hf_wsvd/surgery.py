@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .attention import bind, implementation_for, unbind
+from .cache_hook import install_cache_hook, remove_cache_hook
 from .calibration import Statistics, collect_statistics, default_calibration, given_statistics, is_statistics
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_shape
 from .fit import Fit, fitted
 from .modules import LatentProjection
 from .probe import probe_key_layouts
-from .quantizer_config import KeyLayout, WSVDConfig
+from .quantizer_config import CacheConfig, KeyLayout, WSVDConfig
 from .self_check import SelfCheck, attach_self_check, measured_dense_side, recorded_dense_side
 from .targets import Target, targets
 from .trial import layers_that_need_keys
@@ -37,6 +38,12 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
+    if not config.compresses:
+        if not (calibration is None and statistics is None):
+            raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+        bind_all(model, [], {}, config.cache)
+        record(config, Fit([], {}), {}, decoder_shape(model), {})
+        return
     if statistics is not None and not is_statistics(statistics):
         raise ValueError(
             f"statistics must be what collect_statistics returned or a file of it, got {type(statistics).__name__}; "
@@ -84,6 +91,7 @@ def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfChec
         layouts[layer] = None
     bind_all(model, fit.targets, layouts)
     attach_self_check(model, dense)
+    bind_all(model, fit.targets, layouts, config.cache)
     record(config, fit, layouts, decoder_shape(model), info)
 
 
@@ -157,16 +165,35 @@ def check_norms(chosen: list[Target], config: WSVDConfig) -> None:
             )
 
 
-def bind_all(model: PreTrainedModel, chosen: list[Target], layouts: dict[int, KeyLayout | None]) -> None:
-    """Hook every compressed layer (anew, if it is hooked) and switch the decoder's attention function."""
+def bind_all(
+    model: PreTrainedModel,
+    chosen: list[Target],
+    layouts: dict[int, KeyLayout | None],
+    cache: CacheConfig | None = None,
+) -> None:
+    """Hook every compressed layer (anew, if it is hooked) and switch the decoder's attention function.
+
+    Args:
+        cache: storage of the caches that the model makes by itself, those of layers that stay dense included.
+
+    Raises:
+        ValueError: storage that the model's layers cannot have.
+    """
     unbind_all(model)
+    cache = CacheConfig() if cache is None else cache
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for target in chosen:
-        bind(target.attention.module, target.attention.layer, layouts[target.attention.layer])
-    model.get_decoder().set_attn_implementation(implementation_for(model))
+        layer = target.attention.layer
+        storage = cache.storage(layer, layers, layouts[layer] is not None)
+        bind(target.attention.module, layer, layouts[layer], storage)
+    install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
+    if chosen:
+        model.get_decoder().set_attn_implementation(implementation_for(model))
 
 
 def unbind_all(model: PreTrainedModel) -> None:
-    """Remove the hooks of every layer that has them."""
+    """Remove the hooks of the decoder and of every layer that has them."""
+    remove_cache_hook(model)
     for attention in decoder_attentions(model):
         if hasattr(attention.module, "_wsvd"):
             unbind(attention.module)

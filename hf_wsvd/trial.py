@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .cache_layers import LatentMixin
 from .compat import CACHE_ARGUMENT
 from .decoder import DecoderAttention, evaluation_mode
+from .latent_layers import LatentMixin
 from .probe import PROBE_TOKENS, probe_tokens
 from .rope import relative_error
 

@@ -1,6 +1,6 @@
 """Configuration of WSVD: pure data, validated, JSON round trip."""
 
-from .cache_config import ALL_BITS, SCHEME_BITS, CacheConfig, StorageSpec
+from .cache_config import ALL_BITS, KIVI_GROUP_SIZE, SCHEME_BITS, WHOLE_LAYER, CacheConfig, LayerStorage, StorageSpec
 from .config import FORMAT_VERSION, METHODS, WSVDConfig
 from .layout import KeyLayout
 from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, resolve_ranks
@@ -9,10 +9,13 @@ from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, r
 __all__ = [
     "ALL_BITS",
     "FORMAT_VERSION",
+    "KIVI_GROUP_SIZE",
     "METHODS",
     "SCHEME_BITS",
+    "WHOLE_LAYER",
     "CacheConfig",
     "KeyLayout",
+    "LayerStorage",
     "StorageSpec",
     "WSVDConfig",
     "allocated_by_gradient",

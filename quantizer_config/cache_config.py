@@ -31,7 +31,7 @@ class StorageSpec(NamedTuple):
     Attributes:
         scheme: a key of `SCHEME_BITS`, or None for the model's own dtype.
         bits: of the payload; 16 for None.
-        group_size: channels (KIVI keys: tokens) that share a scale; None: the whole head.
+        group_size: channels (KIVI keys: tokens) that share a scale; None: the whole head (KIVI: 32).
         symmetric: whether zero stands in the middle of the range.
         sink_length, residual_length: first and newest tokens that are kept in the model's dtype.
         whole_heads: heads that are kept in the model's dtype.
@@ -44,6 +44,22 @@ class StorageSpec(NamedTuple):
     sink_length: int = 0
     residual_length: int = 0
     whole_heads: tuple[int, ...] = ()
+
+
+class LayerStorage(NamedTuple):
+    """How one layer is kept, and what the first tokens of an empty layer attend to ("exact" or "stored")."""
+
+    key: StorageSpec = StorageSpec()
+    value: StorageSpec = StorageSpec()
+    prefill: str = "exact"
+
+    @property
+    def whole(self) -> bool:
+        """Whether keys and values both keep the model's dtype."""
+        return self.key.scheme is None and self.value.scheme is None
+
+
+WHOLE_LAYER = LayerStorage()
 
 
 @dataclass
@@ -59,7 +75,8 @@ class CacheConfig:
             for dense heads.
         key_bits, value_bits: the same for K or V alone; each takes precedence over `bits`.
         group_size: channels that share a scale ("minmax", "hadamard": a divisor of the head's width, None for the
-            whole head; "kivi": tokens of a key group and channels of a value group, None for 32).
+            whole head; "kivi": tokens of a key group and channels of a value group, None for 32 or, where that does
+            not divide the head's width, the next smaller number of channels that does).
         symmetric: zero in the middle of the range, one number a scale instead of two ("minmax", "hadamard"). None:
             true at 8 bits and for latents, else false.
         sink_length: first tokens kept in the model's dtype (layers of full attention).
@@ -133,8 +150,8 @@ class CacheConfig:
             for name, value in changed.items()
         }
 
-    def specs(self, layer: int, layers: int, latent: bool) -> tuple[StorageSpec, StorageSpec]:
-        """Storage of the keys and of the values of decoder layer `layer` of `layers`.
+    def storage(self, layer: int, layers: int, latent: bool) -> LayerStorage:
+        """Storage of decoder layer `layer` of `layers`.
 
         Args:
             latent: whether the layer holds latents.
@@ -148,11 +165,10 @@ class CacheConfig:
         }
         own = {self._within("layers", number, layers): number for number in self.layers or {}}
         if layer in skipped:
-            return StorageSpec(), StorageSpec()
+            return WHOLE_LAYER
         fields = self._fields_of(own.get(layer))
-        return tuple(
-            self._spec(fields, side, latent, tuple(sorted(set(whole.get(layer, ()))))) for side in ("key", "value")
-        )
+        heads = tuple(sorted(set(whole.get(layer, ()))))
+        return LayerStorage(*(self._spec(fields, side, latent, heads) for side in ("key", "value")), self.prefill)
 
     def _spec(self, fields: dict[str, Any], side: str, latent: bool, whole_heads: tuple[int, ...]) -> StorageSpec:
         scheme, bits = fields["scheme"], fields[f"{side}_bits"] or fields["bits"]
@@ -167,12 +183,10 @@ class CacheConfig:
         symmetric = fields["symmetric"]
         if symmetric is None:
             symmetric = scheme in ("minmax", "hadamard") and (bits == 8 or latent)
-        group_size = fields["group_size"]
         residual = self.residual_length
-        if scheme == "kivi":
-            group_size = KIVI_GROUP_SIZE if group_size is None else group_size
-            residual = KIVI_RESIDUAL_LENGTH if residual is None else residual
-        return StorageSpec(scheme, bits, group_size, symmetric, self.sink_length, residual or 0, whole_heads)
+        if residual is None:
+            residual = KIVI_RESIDUAL_LENGTH if scheme == "kivi" else 0
+        return StorageSpec(scheme, bits, fields["group_size"], symmetric, self.sink_length, residual, whole_heads)
 
     def _fields_of(self, number: int | None) -> dict[str, Any]:
         """The fields of LAYER_FIELDS for one layer. Its own bits go before the general bits of K and V."""

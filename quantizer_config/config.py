@@ -8,16 +8,18 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .cache_config import CacheConfig
 from .checks import check_choice, check_int, check_names, check_number, check_ranks, check_ratio, fail
 from .layout import KeyLayout
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
 SELF_CHECKS = ("calibration", "probe", "none")
 REFINEMENTS = ("none", "fisher", "distillation")
+LATENT_ROTATIONS = ("none", "hadamard")
 
 # Written by `to_dict` for readers of config.json, never read back.
 INFORMATIVE_KEYS = {"quant_method", "hf_wsvd_version"}
@@ -60,10 +62,16 @@ class WSVDConfig(QuantizationConfigMixin):
             answers on the calibration set), `"fisher"` (WSVD's element-wise Fisher-weighted fit of the weights) or
             `"none"`. `None`: `"distillation"` for method `"wsvd"`, else `"none"`.
         refinement_steps, refinement_learning_rate: Of `"distillation"`.
+        latent_rotation: `"hadamard"` turns the latents of each head so that its channels are of even size, as few bits
+            with one scale a token want them; it lies in the factors and costs nothing at run time. `"none"` leaves
+            them ordered by size. `None`: `"hadamard"`, and for a checkpoint of a version before 3 `"none"`.
         seed: Of the order in which distillation sees the calibration set.
         self_check: Inputs that a checkpoint records with the answers to them, for `verify`: `"calibration"` (up to
             four calibration samples, which are saved and pushed with the weights), `"probe"` (arbitrary tokens) or
             `"none"`.
+        cache: A `CacheConfig` (or a dict of its fields): the form in which the caches that the model makes by itself
+            keep latents, and keys and values of layers that stay dense. `None` keeps the model's dtype. May be given
+            anew when a checkpoint is loaded.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
             is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
             `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
@@ -102,8 +110,10 @@ class WSVDConfig(QuantizationConfigMixin):
         refinement: str | None = None,
         refinement_steps: int = 60,
         refinement_learning_rate: float = 5e-4,
+        latent_rotation: str | None = None,
         seed: int = 0,
         self_check: str = "calibration",
+        cache: CacheConfig | dict[str, Any] | None = None,
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
         fit_info: dict[str, Any] | None = None,
@@ -132,8 +142,10 @@ class WSVDConfig(QuantizationConfigMixin):
         self.refinement = refinement
         self.refinement_steps = refinement_steps
         self.refinement_learning_rate = refinement_learning_rate
+        self.latent_rotation = latent_rotation
         self.seed = seed
         self.self_check = self_check
+        self.cache = cache
         self.calibration = calibration
         self.calibration_info = calibration_info
         self.fit_info = fit_info
@@ -176,6 +188,7 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.rank_floor is not None:
             check_int("rank_floor", self.rank_floor, 1, None)
         self._settle_method()
+        self.cache = CacheConfig.parse(self.cache)
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert
         if layers is not None:
@@ -204,7 +217,10 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.refinement is None:
             self.refinement = "distillation" if gradients else "none"
         check_choice("rank_allocation", self.rank_allocation, RANK_ALLOCATIONS)
+        if self.latent_rotation is None:
+            self.latent_rotation = "hadamard" if self.version >= 3 else "none"
         check_choice("refinement", self.refinement, REFINEMENTS)
+        check_choice("latent_rotation", self.latent_rotation, LATENT_ROTATIONS)
         check_choice("self_check", self.self_check, SELF_CHECKS)
         if self.rank_allocation == "uniform" and self.rank_floor is not None:
             fail("rank_floor", self.rank_floor, "None with rank_allocation='uniform', whose ranks the ratio gives")
@@ -213,16 +229,24 @@ class WSVDConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""
-        return copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
+        fields = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
+        return {**fields, "cache": None if self.cache is None else self.cache.to_dict()}
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any rank or ratio is given; if none is, `cache` alone applies, to keys and values as they are."""
+        names = ("rank_ratio", "k_rank_ratio", "v_rank_ratio", "k_rank", "v_rank", "q_rank_ratio", "q_rank")
+        values = [getattr(self, name) for name in names]
+        return any(entry is not None for value in values for entry in (value if isinstance(value, list) else [value]))
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """Nothing of it changes a compressed checkpoint; ValueError for one that is to be calibrated again."""
+        """What a load may change of a compressed checkpoint; ValueError for one that is to be calibrated again."""
         if self.calibration is not None:
             raise ValueError(
                 "WSVDConfig: calibration is given, but this checkpoint is compressed already: load it without "
                 "quantization_config, or compress the dense checkpoint"
             )
-        return {}
+        return {} if self.cache is None else {"cache": self.cache}
 
     def __iter__(self):
         yield from self.to_dict().items()

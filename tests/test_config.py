@@ -43,6 +43,8 @@ ACCEPTED = [
     {"refinement": "fisher"},
     {"refinement_steps": 1},
     {"refinement_learning_rate": 1e-3},
+    {"latent_rotation": "none"},
+    {"latent_rotation": "hadamard"},
     {"seed": 7},
     {"self_check": "probe"},
     {"fit_info": {"predicted_loss": 0.5}},
@@ -74,6 +76,7 @@ REFUSED = [
     *[("refinement", value, "'none', 'fisher', 'distillation'") for value in ("lora", False, 1)],
     *[("refinement_steps", value, "at least 1") for value in (0, 1.5, "100", None, True)],
     *[("refinement_learning_rate", value, "from 1e-09 to 1") for value in (0, -1e-3, 2, float("inf"), "1", None)],
+    *[("latent_rotation", value, "'none', 'hadamard'") for value in ("random", False, 1)],
     *[("seed", value, "from 0") for value in (-1, 0.5, "0", None, True)],
     *[("self_check", value, "'calibration', 'probe', 'none'") for value in (True, None, "samples")],
     *[("fit_info", value, "a dict") for value in ([], "text", 3)],
@@ -135,6 +138,13 @@ def test_unknown_fields_are_refused_with_the_nearest_known_one():
 def test_a_newer_format_asks_for_an_upgrade_instead_of_blaming_its_fields():
     with pytest.raises(ValueError, match=r"newer hf_wsvd.*pip install -U hf_wsvd.*future_field"):
         WSVDConfig(version=FORMAT_VERSION + 1, future_field=3)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_older_checkpoints_load_as_what_they_are(version):
+    stored = {k: v for k, v in WSVDConfig().to_dict().items() if k != "latent_rotation"} | {"version": version}
+    assert WSVDConfig.from_dict(stored).latent_rotation == "none"
+    assert WSVDConfig().latent_rotation == "hadamard"
 
 
 def test_another_quant_method_is_refused():

@@ -11,7 +11,7 @@ from tiny_models import TEXT, calibration_batches, prompt
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache, PreTrainedModel
 
 import hf_wsvd
-from hf_wsvd.cache_layers import LatentMixin
+from hf_wsvd.latent_layers import LatentMixin
 
 
 # Model type, what its configuration needs besides the usual, the key layout of its three layers.

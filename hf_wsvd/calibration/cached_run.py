@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from ..compat import CACHE_ARGUMENT
 from ..decoder import evaluation_mode
@@ -51,12 +51,17 @@ def split_of(model: PreTrainedModel, inputs: dict[str, Tensor]) -> int:
 
 @torch.no_grad()
 def run(
-    model: PreTrainedModel, inputs: dict[str, Tensor], split: int, top: Tensor | None = None
+    model: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    split: int,
+    top: Tensor | None = None,
+    cache: Cache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One sample through the model: its first `split` tokens, then several at once, then one at a time.
 
     Args:
         top: tokens `[N, K]` whose probabilities are wanted; None takes the model's own `TOP` most likely ones.
+        cache: empty; None takes the model's ordinary one.
 
     Returns:
         These tokens, the log-probabilities of them and of all others together (`[N, K + 1]` fp32), and the most likely
@@ -69,7 +74,8 @@ def run(
     length = token_column(inputs).shape[1]
     first = length - compared.shape[1]
     placed = place(inputs, model)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if cache is None:
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     parts = []
     with evaluation_mode(model), undisturbed(model):
         for begin, end in steps(split, length):

@@ -59,6 +59,9 @@ def compress(
         ),
     ] = None,
     refinement_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the distillation; 60.")] = None,
+    latent_rotation: Annotated[
+        str, typer.Option(help="hadamard (latent channels of even size, for caches of few bits) or none.")
+    ] = "hadamard",
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
@@ -94,6 +97,7 @@ def compress(
         method=method,
         rank_allocation=rank_allocation,
         refinement=refinement,
+        latent_rotation=latent_rotation,
         seed=seed,
         self_check=self_check,
         **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -20,7 +20,7 @@ from ..calibration.modes import FP16_LOSS_SCALE, frozen, recomputed
 from ..calibration.sums import FREE_SHARE, free_bytes
 from ..decoder import decoder_attentions, evaluation_mode
 from ..modules import LatentProjection
-from .factorise import orthonormal
+from .factorise import orthonormal, spread
 
 
 logger = logging.get_logger("hf_wsvd")
@@ -45,6 +45,7 @@ def distill(
     steps: int,
     learning_rate: float,
     seed: int = 0,
+    rotated: Collection[LatentProjection] = (),
 ) -> dict[str, float | int]:
     """Train the factors of `projections`, which stand in `model`, towards the dense model's recorded answers.
 
@@ -60,6 +61,7 @@ def distill(
         steps: optimiser steps.
         learning_rate: of Adam, for factors of balanced norms.
         seed: of the order of groups.
+        rotated: those of `projections` whose latents are to be `spread` in the end.
 
     Returns:
         `before`, `after`: KL on the held-out groups, nats a token; the `steps` that led to the result; how many groups
@@ -106,7 +108,7 @@ def distill(
                 master.go_back(good)
             optimizer = torch.optim.Adam(parameters, betas=BETAS)
     for master, projection in zip(kept, cut):
-        master.finish(projection)
+        master.finish(projection, projection in rotated)
     logger.info(f"hf_wsvd: refinement took the held-out KL from {before:.4f} to {best:.4f} nats a token")
     return {"before": before, "after": best, "steps": taken, "held_out": len(held) if held is not answered else 0}
 
@@ -147,9 +149,11 @@ class Master:
         self.projection.weight.data.copy_(down.detach().flatten(0, 1))
         self.projection.up.data.copy_(up.detach())
 
-    def finish(self, projection: LatentProjection) -> None:
-        """Write the factors with orthonormal columns in `up`."""
+    def finish(self, projection: LatentProjection, rotated: bool) -> None:
+        """Write the factors with orthonormal columns in `up`, and latents `spread` if `rotated`."""
         down, up = orthonormal(*(factor.detach() for factor in self.factors))
+        if rotated:
+            down, up = spread(down, up)
         projection.weight.data.copy_(down.flatten(0, 1))
         projection.up.data.copy_(up)
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..rotations import spreading_rotation
+
 
 SMALLEST_SHARE = 1e-6  # of the largest gradient that any direction of a head is taken to have
 
@@ -95,3 +97,13 @@ def orthonormal(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The same product with orthonormal columns in `up`, in fp32: latents then keep the scale of the heads."""
     up, triangle = torch.linalg.qr(up.double())
     return (triangle @ down.double()).float(), up.float().contiguous()
+
+
+def spread(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product with latents turned by `spreading_rotation`: `(U_h R) (R^T D_h)`, in fp32.
+
+    Channels that descended in size are then about even (as Palu, arXiv 2407.21118, turns its latents), and columns of
+    `up` stay orthonormal. All heads of a rank share the rotation: one for each head evens them no better.
+    """
+    rotation = spreading_rotation(up.shape[-1]).to(up.device)
+    return (rotation.mT @ down.double()).float(), (up.double() @ rotation).float()

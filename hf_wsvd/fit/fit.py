@@ -14,7 +14,7 @@ from ..calibration.statistics import Statistics
 from ..quantizer_config import WSVDConfig
 from ..targets import Target
 from .distillation import distill
-from .plan import planned
+from .plan import planned, rotates
 
 
 @dataclass
@@ -93,11 +93,13 @@ def refine(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics, f
     """What happens to the factors once all of them stand in the model; `fit.info` records it."""
     if config.refinement != "distillation":
         return
+    sides = [(side, projection) for target in fit.targets for side, _, projection in target.sides()]
     fit.info["refinement_kl"] = distill(
         model,
-        [projection for target in fit.targets for *_, projection in target.sides()],
+        [projection for _, projection in sides],
         statistics.answered,
         steps=config.refinement_steps,
         learning_rate=config.refinement_learning_rate,
         seed=config.seed,
+        rotated=[projection for side, projection in sides if rotates(config, side)],
     )

@@ -15,7 +15,7 @@ from ..modules import LatentProjection
 from ..quantizer_config import WSVDConfig, allocated_by_gradient
 from ..targets import Target, targets
 from .allocation import allocate
-from .factorise import Spectrum, factorise
+from .factorise import Spectrum, factorise, spread
 from .fisher import refine_alternating
 from .methods import Method, method_of
 
@@ -61,7 +61,15 @@ class Plan:
             down, up = refined.down, refined.up
             losses = {"before": refined.losses[0], "after": refined.losses[-1]}
             self.info.setdefault("fisher_loss", {})[name] = losses
+        # Distillation has the last word on the factors, and rotates them itself.
+        if up is not None and rotates(self.config, side) and self.config.refinement != "distillation":
+            down, up = spread(down, up)
         return LatentProjection.from_linear(linear, down, up)
+
+
+def rotates(config: WSVDConfig, side: str) -> bool:
+    """Whether the fit ends with a rotation of this side's latents. Those of queries are not cached."""
+    return config.latent_rotation != "none" and side != "q"
 
 
 def planned(model: PreTrainedModel, config: WSVDConfig, statistics: Statistics) -> Plan:

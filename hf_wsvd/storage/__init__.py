@@ -1,1 +1,20 @@
 """Packed storage of keys and values: one contract, one file a scheme."""
+
+from .build import check_static, make_static_store, make_store
+from .codec import Codec, Packed
+from .static import StaticStore, static_layers
+from .store import Piece, Store, id_of
+
+
+__all__ = [
+    "Codec",
+    "Packed",
+    "Piece",
+    "StaticStore",
+    "Store",
+    "check_static",
+    "id_of",
+    "make_static_store",
+    "make_store",
+    "static_layers",
+]

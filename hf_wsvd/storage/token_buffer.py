@@ -18,10 +18,10 @@ def slack(tokens: int) -> int:
 class TokenBuffer:
     """A tensor `[..., capacity, width]` of which tokens `start` to `end` are in use."""
 
-    def __init__(self, tokens: Tensor | None = None):
-        self.data = tokens
+    def __init__(self):
+        self.data: Tensor | None = None
         self.start = 0
-        self.end = 0 if tokens is None or tokens.numel() == 0 else tokens.shape[-2]
+        self.end = 0
 
     def __len__(self) -> int:
         return self.end - self.start
@@ -29,19 +29,21 @@ class TokenBuffer:
     @property
     def view(self) -> Tensor:
         """The tokens in use, without a copy: `[..., len(self), width]`."""
-        if self.end == 0:
-            return self.data[..., :0, :] if self.data.dim() > 1 else self.data
         return self.data[..., self.start : self.end, :]
+
+    @property
+    def used(self) -> int:
+        """Bytes of the tokens in use; the rest of `data` is slack."""
+        return 0 if self.data is None else self.view.numel() * self.data.element_size()
 
     def append(self, tokens: Tensor) -> Tensor:
         """Add `tokens [..., n, width]` and return the view of all."""
-        if self.end == 0:
+        if len(self) == 0:  # nothing to keep: the new tokens may have another batch, dtype or device
             self.data = tokens.clone(memory_format=torch.contiguous_format)
             self.start, self.end = 0, tokens.shape[-2]
             return self.view
-        if (
-            torch.is_grad_enabled()
-        ):  # earlier views may be saved for a backward pass, which in-place writes would break
+        # Earlier views may be saved for a backward pass, which in-place writes would break.
+        if torch.is_grad_enabled() and self.data.is_floating_point():
             self.data = torch.cat([self.view, tokens], dim=-2)
             self.start, self.end = 0, self.data.shape[-2]
             return self.view
@@ -69,12 +71,15 @@ class TokenBuffer:
 
     def select_batch(self, index: Tensor | list[int] | slice) -> None:
         """Keep rows `index` of the batch, in that order (boolean masks and slices too); the slack stays."""
-        self.data = self.data[index.to(self.data.device) if isinstance(index, Tensor) else index]
+        if self.data is not None:
+            self.data = self.data[index.to(self.data.device) if isinstance(index, Tensor) else index]
 
     def repeat_batch(self, repeats: int) -> None:
         """Repeat every row of the batch `repeats` times."""
-        self.data = self.data.repeat_interleave(repeats, dim=0)
+        if self.data is not None:
+            self.data = self.data.repeat_interleave(repeats, dim=0)
 
     def to(self, device: torch.device | str) -> None:
         """Move the memory to another device."""
-        self.data = self.data.to(device, non_blocking=True)
+        if self.data is not None:
+            self.data = self.data.to(device, non_blocking=True)

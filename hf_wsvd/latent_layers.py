@@ -1,0 +1,159 @@
+"""Cache layers that hold latents in place of keys and values, and the rotary rows beside them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+
+from .cache_layers import (
+    GrowingLayer,
+    GrowingSlidingWindowLayer,
+    PackedStaticLayer,
+    PackedStaticSlidingWindowLayer,
+    StoredMixin,
+)
+from .call import active_call
+
+
+class LatentMixin:
+    """A layer whose `keys` and `values` are latents `[B, H, S, rank]`.
+
+    Rotary rows (cos and sin of every cached token) are held once for all layers that share them, in `rows`: a plain
+    layer of the same kind with one head, so that every cache operation treats rows and latents alike. The layer with
+    `owns_rows` passes the operations on.
+    """
+
+    # Shapes given ahead of the first tokens are those of dense heads; latents allocate when they arrive.
+    supports_early_init = False
+    rows_class: ClassVar[type[CacheLayerMixin]]
+    rows: CacheLayerMixin | None = None
+    rows_key: tuple | None = None
+    owns_rows: bool = False
+    # True until the first tokens arrive: then attention needs no token but those of the current call.
+    is_empty: bool = True
+
+    def new_rows(self) -> CacheLayerMixin:
+        """A layer for rotary rows with this layer's limits and state."""
+        limits = {n: getattr(self, n) for n in ("max_cache_len", "sliding_window") if hasattr(self, n)}
+        if self.rows_class is StaticSlidingWindowLayer:  # its constructor takes the window, keeps only the minimum
+            limits["sliding_window"] = self.max_cache_len
+        rows = self.rows_class(**limits)
+        if getattr(self, "record_past", False):
+            rows.activate_past_recording()
+        return rows
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Store the latents of the current call; return what attention is to read.
+
+        A first call, and a short one under the latent attention function, get `key_states` and `value_states` back;
+        every other gets the expanded keys and values of the whole layer.
+        """
+        call = active_call()
+        if call is None or call.layer is not self or call.key is None or call.value is None:
+            raise RuntimeError(
+                "this cache layer holds latents and can be updated only by the attention layer that it belongs to; "
+                "use a new cache for another model"
+            )
+        empty, self.is_empty = self.is_empty, False
+        if self.owns_rows:
+            self._append_rows(call.cos, call.sin, key_states.shape[0])
+        latents = super().update(call.key.latent, call.value.latent, *args, **kwargs)
+        call.cache(*latents, self.rows.visible if self.rows is not None else None)
+        whole = empty and (call.latent_attention or not self.is_compileable)
+        if whole or call.reads_latents():
+            call.handed = (key_states, value_states)
+            return key_states, value_states
+        return call.expand()
+
+    def _append_rows(self, cos: Tensor, sin: Tensor, batch: int) -> None:
+        """Rows arrive as `[B or 1, S, d/2]`; one row serves the batch until somebody brings more."""
+        if self.is_compileable:  # fixed shapes, and no look at the length tensor
+            cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+        elif self.rows.is_initialized and self.rows.get_seq_length() > 0:
+            held = row_batch(self.rows)
+            if held != cos.shape[0]:
+                cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+                self.rows.batch_repeat_interleave(batch // held)
+        cos, sin = self.rows.update(cos[:, None], sin[:, None])
+        self.rows.visible = (cos[:, 0], sin[:, 0])
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_empty = True
+        if self.owns_rows:
+            self.rows.reset()
+            self.rows.visible = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.owns_rows:
+            self.rows.crop(tokens_to_remove)
+        # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
+        self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        super().reorder_cache(beam_idx)
+        if self._owns_row_batch():
+            self.rows.reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self._owns_row_batch():
+            self.rows.batch_select_indices(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self._owns_row_batch():
+            self.rows.batch_repeat_interleave(repeats)
+
+    def _owns_row_batch(self) -> bool:
+        return self.owns_rows and self.rows.is_initialized and row_batch(self.rows) > 1
+
+
+def row_batch(rows: CacheLayerMixin) -> int:
+    """Sequences that rotary rows are held for: 1 where all share them."""
+    return rows.key_store.batch if isinstance(rows, StoredMixin) else rows.keys.shape[0]
+
+
+class LatentDynamicLayer(LatentMixin, GrowingLayer):
+    """Latents of full attention, growing with the text."""
+
+    rows_class = GrowingLayer
+
+
+class LatentSlidingWindowLayer(LatentMixin, GrowingSlidingWindowLayer):
+    """Latents of the last `sliding_window` tokens."""
+
+    rows_class = GrowingSlidingWindowLayer
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        if self.owns_rows:
+            self.rows.activate_past_recording()
+
+
+class LatentStaticLayer(LatentMixin, StaticLayer):
+    """Latents in tensors of fixed size and address, for compiled decoding."""
+
+    rows_class = StaticLayer
+
+
+class LatentStaticSlidingWindowLayer(LatentMixin, StaticSlidingWindowLayer):
+    """Latents of a sliding window in tensors of fixed size and address."""
+
+    rows_class = StaticSlidingWindowLayer
+
+
+class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):
+    """Packed latents in tensors of fixed size and address."""
+
+    rows_class = StaticLayer
+
+
+class LatentPackedStaticSlidingWindowLayer(LatentMixin, PackedStaticSlidingWindowLayer):
+    """Packed latents of a sliding window in tensors of fixed size and address."""
+
+    rows_class = StaticSlidingWindowLayer

@@ -1,0 +1,30 @@
+"""Tokens in another 16-bit floating dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, Packed
+
+
+class CastCodec(Codec):
+    """A cast: payload `[B, H, N, width]` in `dtype` (bf16 or fp16), no scales.
+
+    Finite numbers beyond the range read as the largest one of the dtype; NaN and infinities read as themselves.
+    Tokens of that dtype are not copied, either way.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype):
+        super().__init__(width)
+        self.dtype = dtype
+
+    def encode(self, tokens: Tensor) -> Packed:
+        scales = tokens.new_empty((*tokens.shape[:-1], 0), dtype=torch.float16)
+        if tokens.dtype != self.dtype:
+            largest = torch.finfo(self.dtype).max
+            tokens = torch.where(tokens.isinf(), tokens, tokens.clamp(-largest, largest)).to(self.dtype)
+        return Packed(tokens, scales)
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        return packed.payload.to(dtype)

@@ -1,0 +1,193 @@
+"""KIVI keys (arXiv 2402.02750): per channel in groups of tokens, the newest tokens in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .packing import pack, packed_width, unpack
+from .store import Piece, Store, check_like, check_names
+from .token_buffer import TokenBuffer
+from .whole import WholeStore
+
+
+class KiviKeyStore(Store):
+    """Keys whose channels are coded over `group_size` consecutive tokens, asymmetric, with a scale and a zero each.
+
+    As published: the newest tokens are kept as they are, and once there are `residual_length` of them, all of those
+    are packed at once; a prompt of T tokens keeps `T mod residual_length`.
+
+    A crop into a packed group puts what remains of the group back among the newest tokens, as it read before. A
+    non-finite number does not touch the range of its group: it reads back as the group's low end (NaN, -inf) or high
+    end (inf).
+
+    Args:
+        bits: of the codes.
+        group_size: tokens of a group.
+        residual_length: tokens of a block, a multiple of `group_size`.
+    """
+
+    def __init__(self, bits: int, group_size: int, residual_length: int, heads: int, width: int, dtype: torch.dtype):
+        if residual_length < 1 or residual_length % group_size:
+            raise ValueError(
+                f"CacheConfig: residual_length={residual_length} is not allowed; allowed with scheme='kivi': a "
+                f"multiple of group_size = {group_size}"
+            )
+        self.bits, self.group_size, self.residual_length = bits, group_size, residual_length
+        self.heads, self.width, self.dtype = heads, width, dtype
+        self.recent = WholeStore(heads, width, dtype, "window")
+        self.reset()
+
+    def __len__(self) -> int:
+        return len(self.payload) - self.hidden + len(self.recent)
+
+    @property
+    def batch(self) -> int:
+        return self.payload.data.shape[0] if len(self.payload) else self.recent.batch
+
+    def append(self, tokens: Tensor) -> None:
+        if len(self.recent) + tokens.shape[2] < self.residual_length:
+            self.recent.append(tokens)
+            return
+        if len(self.recent):
+            tokens = torch.cat([self.recent.read(), tokens], dim=2)
+        packed = tokens.shape[2] - tokens.shape[2] % self.residual_length
+        self._pack(tokens[:, :, :packed])
+        self.recent.reset()
+        if packed < tokens.shape[2]:
+            self.recent.append(tokens[:, :, packed:])
+
+    @torch.no_grad()
+    def _pack(self, tokens: Tensor) -> None:
+        groups = tokens.unflatten(2, (-1, self.group_size)).float()  # [B, H, G, g, width]
+        finite = groups.isfinite()
+        low = groups.masked_fill(~finite, torch.inf).amin(3).nan_to_num(posinf=0.0)
+        high = groups.masked_fill(~finite, -torch.inf).amax(3).nan_to_num(neginf=0.0)
+        top = 2**self.bits - 1
+        limit = torch.finfo(torch.float16).max
+        scale = ((high - low) / top).clamp(max=limit).half()
+        zero = low.clamp(-limit, limit).half()
+        # Codes follow the numbers that decoding uses: the rounded ones.
+        steps = (groups - zero.float()[:, :, :, None]) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)[
+            :, :, :, None
+        ]
+        codes = steps.round().nan_to_num(0.0).clamp(0, top).to(torch.uint8).flatten(2, 3)
+        self.payload.append(pack(codes, self.bits))
+        self.scales.append(torch.cat([scale, zero], dim=-1))
+
+    @torch.no_grad()
+    def _unpack(self, start: int, end: int) -> Tensor:
+        """Packed tokens `start` to `end`, counted from the first group's first."""
+        first, last = start // self.group_size, -(-end // self.group_size)
+        codes = unpack(
+            self.payload.view[:, :, first * self.group_size : last * self.group_size], self.width, self.bits
+        )
+        scale, zero = self.scales.view[:, :, first:last, None].to(self.dtype).chunk(2, dim=-1)
+        tokens = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale).add_(zero).flatten(2, 3)
+        return tokens[:, :, start - first * self.group_size : end - first * self.group_size]
+
+    def read(self) -> Tensor:
+        if not len(self.payload):
+            return self.recent.read()
+        packed = self._unpack(self.hidden, len(self.payload))
+        return torch.cat([packed, self.recent.read()], dim=2) if len(self.recent) else packed
+
+    def packed(self) -> dict[str, Tensor]:
+        if not len(self.payload):
+            return {"recent": self.recent.read()} if len(self.recent) else {}
+        views = {"payload": self.payload.view, "scales": self.scales.view}
+        return {**views, "recent": self.recent.read()} if len(self.recent) else views
+
+    def crop(self, count: int) -> None:
+        taken = min(count, len(self.recent))
+        self.recent.crop(taken)
+        count -= taken
+        if count >= len(self.payload) - self.hidden:
+            if count:
+                self.reset()
+        elif count:
+            end = len(self.payload) - count
+            kept = end - end % self.group_size
+            start = max(kept, self.hidden)
+            again = self._unpack(start, end)
+            self.payload.crop(len(self.payload) - kept)
+            self.scales.crop(len(self.scales) - kept // self.group_size)
+            if kept <= self.hidden:
+                self.reset()
+            if again.shape[2]:
+                self.recent.reset()
+                self.recent.append(again)
+
+    def keep_last(self, count: int) -> None:
+        drop = max(len(self) - count, 0)
+        hidden = self.hidden + drop
+        if hidden >= len(self.payload):
+            self.recent.keep_last(count)
+            self.payload, self.scales, self.hidden = TokenBuffer(), TokenBuffer(), 0
+            return
+        groups = hidden // self.group_size
+        self.payload.keep_last(len(self.payload) - groups * self.group_size)
+        self.scales.keep_last(len(self.scales) - groups)
+        self.hidden = hidden - groups * self.group_size
+
+    def select_batch(self, index: Tensor | list[int] | slice) -> None:
+        for part in (self.payload, self.scales, self.recent):
+            part.select_batch(index)
+
+    def repeat_batch(self, repeats: int) -> None:
+        for part in (self.payload, self.scales, self.recent):
+            part.repeat_batch(repeats)
+
+    def to(self, device: torch.device) -> None:
+        for part in (self.payload, self.scales, self.recent):
+            part.to(device)
+
+    def reset(self) -> None:
+        self.payload, self.scales = TokenBuffer(), TokenBuffer()
+        self.hidden = 0  # packed tokens of the first group that `keep_last` has dropped
+        self.recent.reset()
+
+    def pieces(self) -> Iterator[Piece]:
+        for kind, buffer in (("payload", self.payload), ("scales", self.scales)):
+            if buffer.data is not None:
+                yield Piece(kind, buffer.data, buffer.used)
+        yield from self.recent.pieces()
+
+    def state(self) -> dict[str, Tensor]:
+        tensors = {name: view.contiguous() for name, view in self.packed().items()}
+        return {**tensors, "hidden": torch.tensor([self.hidden])} if len(self.payload) else tensors
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.reset()
+        kind = {"device": "meta", "dtype": torch.uint8}
+        like = {
+            "payload": torch.empty(1, self.heads, 1, packed_width(self.width, self.bits), **kind),
+            "scales": torch.empty(1, self.heads, 1, 2 * self.width, device="meta", dtype=torch.float16),
+        }
+        packed = {name: value for name, value in state.items() if name != "recent"}
+        if packed:
+            check_names(packed, {**like, "hidden": None})
+            for name in like:
+                check_like(name, packed[name], like[name])
+            hidden, tokens = packed["hidden"], packed["payload"].shape[2]
+            fits = (
+                hidden.shape == (1,)
+                and hidden.dtype == torch.int64
+                and 0 <= int(hidden) < min(self.group_size, tokens)
+            )
+            groups = packed["scales"].shape[2]
+            if (
+                not fits
+                or groups * self.group_size != tokens
+                or packed["scales"].shape[0] != packed["payload"].shape[0]
+            ):
+                raise ValueError(f"{tokens} packed tokens in {groups} groups of {self.group_size} do not fit together")
+        self.recent.load_state({"tokens": state["recent"]} if "recent" in state else {})
+        if packed:
+            if len(self.recent) >= self.residual_length or self.recent.batch not in (0, packed["payload"].shape[0]):
+                raise ValueError(f"recent is {list(state['recent'].shape)}, which does not fit the packed tokens")
+            self.payload.append(packed["payload"])
+            self.scales.append(packed["scales"])
+            self.hidden = int(packed["hidden"])

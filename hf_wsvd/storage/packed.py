@@ -1,0 +1,88 @@
+"""Tokens kept in the packed form of a codec."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .codec import Codec, Packed
+from .store import BufferStore, Piece, check_names
+
+
+class PackedStore(BufferStore):
+    """Tokens coded one by one: every operation leaves the codes of what remains as they are.
+
+    Args:
+        codec: for tokens of its width.
+        heads: of the tokens.
+        dtype: that tokens read back in.
+    """
+
+    def __init__(self, codec: Codec, heads: int, dtype: torch.dtype):
+        super().__init__()
+        self.kinds = {"payload": "payload", "scales": "scales"}
+        self.codec = codec
+        self.heads, self.width, self.dtype = heads, codec.width, dtype
+
+    @torch.no_grad()
+    def append(self, tokens: Tensor) -> None:
+        if not self.buffers:
+            self.codec.to(tokens.device)
+        packed = self.codec.encode(tokens)
+        self._put("payload", packed.payload)
+        if packed.scales.shape[-1]:
+            self._put("scales", packed.scales)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        payload = self.buffers["payload"].view
+        if "scales" in self.buffers:
+            scales = self.buffers["scales"].view
+        else:
+            scales = payload.new_empty((*payload.shape[:-1], 0), dtype=torch.float16)
+        return self.codec.decode(Packed(payload, scales), self.dtype)
+
+    def to(self, device: torch.device) -> None:
+        super().to(device)
+        self.codec.to(device)
+
+    def reset(self) -> None:
+        super().reset()
+        self.codec.reset()
+
+    def crop(self, count: int) -> None:
+        if count >= len(self):
+            self.reset()  # an empty store is as good as new
+        else:
+            super().crop(count)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from super().pieces()
+        for kind, tensors in (("scales", self.codec.state), ("constants", self.codec.constants)):
+            for tensor in tensors.values():
+                yield Piece(kind, tensor, tensor.nbytes)
+
+    def packed(self) -> dict[str, Tensor]:
+        return {**super().packed(), **self.codec.state}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        self.reset()
+        if not state:
+            return
+        # The form that such tensors have, from a token without memory.
+        probe = copy.copy(self.codec)
+        probe.to(torch.device("meta"))
+        packed = probe.encode(torch.empty(1, self.heads, 1, probe.width, dtype=self.dtype, device="meta"))
+        wanted = {"payload": packed.payload}
+        if packed.scales.shape[-1]:
+            wanted["scales"] = packed.scales
+        check_names(state, {**wanted, **probe.state})
+        for name, like in probe.state.items():
+            if state[name].shape != like.shape or state[name].dtype != like.dtype:
+                raise ValueError(f"{name} is {list(state[name].shape)} {state[name].dtype}, wanted {list(like.shape)}")
+        self._load({name: state[name] for name in wanted}, wanted)
+        self.codec.state = {name: state[name] for name in probe.state}
+        self.codec.to(state["payload"].device)

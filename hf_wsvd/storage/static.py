@@ -1,0 +1,108 @@
+"""Packed tokens in tensors of fixed size and address, for compiled decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+from .codec import Codec, Packed
+from .composite import CompositeStore
+from .store import Piece, Store
+
+
+class StaticStore(Store):
+    """Payload and scales as the keys and values of a static layer of transformers, which knows where tokens go.
+
+    Args:
+        codec: for tokens of its width.
+        layer: empty, with the limits of the layer that this store serves.
+        heads: of the tokens.
+        dtype: that tokens read back in.
+    """
+
+    def __init__(self, codec: Codec, layer: StaticLayer, heads: int, dtype: torch.dtype):
+        self.codec, self.layer = codec, layer
+        self.heads, self.width, self.dtype = heads, codec.width, dtype
+        self.visible: tuple[Tensor, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return int(self.layer.get_seq_length())
+
+    @property
+    def batch(self) -> int:
+        return self.layer.keys.shape[0] if self.layer.is_initialized else 0
+
+    @torch.no_grad()
+    def append(self, tokens: Tensor) -> None:
+        if not self.layer.is_initialized:
+            self.codec.to(tokens.device)
+        payload, scales = self.codec.encode(tokens)
+        # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
+        scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
+        # What the layer returns may hold more than what it keeps: all tokens of a prompt longer than the window.
+        self.visible = self.layer.update(payload, scales)
+
+    @torch.no_grad()
+    def read(self) -> Tensor:
+        return self.codec.decode(Packed(self.visible[0], as_scales(self.visible[1])), self.dtype)
+
+    def packed(self) -> dict[str, Tensor]:
+        return {"payload": self.layer.keys, "scales": as_scales(self.layer.values), **self.codec.state}
+
+    def crop(self, count: int) -> None:
+        self.layer.crop(-count)
+
+    def keep_last(self, count: int) -> None:
+        raise NotImplementedError("a static layer keeps its window by itself")
+
+    def select_batch(self, index: Tensor | list[int] | slice) -> None:
+        if self.layer.is_initialized:
+            self.layer.keys, self.layer.values = self.layer.keys[index], self.layer.values[index]
+
+    def repeat_batch(self, repeats: int) -> None:
+        if self.layer.is_initialized:
+            self.layer.keys = self.layer.keys.repeat_interleave(repeats, dim=0)
+            self.layer.values = self.layer.values.repeat_interleave(repeats, dim=0)
+
+    def to(self, device: torch.device) -> None:
+        if self.layer.is_initialized:
+            self.layer.keys, self.layer.values = self.layer.keys.to(device), self.layer.values.to(device)
+            self.codec.to(device)
+            self.visible = None
+
+    def reset(self) -> None:
+        self.layer.reset()
+        self.codec.reset()
+
+    def pieces(self) -> Iterator[Piece]:
+        if not self.layer.is_initialized:
+            return
+        share = min(len(self), self.layer.max_cache_len) / self.layer.max_cache_len
+        for kind, tensor in (("payload", self.layer.keys), ("scales", self.layer.values)):
+            yield Piece(kind, tensor, int(tensor.nbytes * share))
+        for kind, tensors in (("scales", self.codec.state), ("constants", self.codec.constants)):
+            for tensor in tensors.values():
+                yield Piece(kind, tensor, tensor.nbytes)
+
+    def state(self) -> dict[str, Tensor]:
+        raise NotImplementedError("a static cache cannot be saved")
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        raise NotImplementedError("a static cache cannot be loaded")
+
+
+def as_scales(values: Tensor) -> Tensor:
+    """The fp16 scales in the values of a static layer."""
+    if values.shape[-1] == 0:
+        return values.new_empty(values.shape, dtype=torch.float16)
+    return values.view(torch.float16)
+
+
+def static_layers(store: Store) -> list[StaticLayer]:
+    """The static layers that a static store is made of; all have the same length."""
+    if isinstance(store, CompositeStore):
+        return [layer for part in store.parts.values() for layer in static_layers(part)]
+    return [store.layer]
