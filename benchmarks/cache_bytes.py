@@ -32,7 +32,7 @@ import torch
 from transformers import AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from cache_settings import QUANTIZED, REFERENCE, SCHEMES, Setting, dense_elements, held_bytes
+from cache_settings import QUANTIZED, REFERENCE, SCHEMES, Setting, dense_elements, size_of
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
@@ -125,7 +125,7 @@ def bits_row(model: PreTrainedModel, setting: Setting, tokens: int) -> dict[str,
     with torch.no_grad():
         for piece in steps:
             model(**{"input_ids": piece, "use_cache": True, "logits_to_keep": 1, CACHE_ARGUMENT: cache})
-    size = cache_bytes(cache)
+    size = size_of(cache)
     return {
         **described(setting),
         "head_dim": model.config.head_dim,
@@ -137,12 +137,6 @@ def bits_row(model: PreTrainedModel, setting: Setting, tokens: int) -> dict[str,
 def described(setting: Setting) -> dict[str, Any]:
     """What a row says about its cache."""
     return {"label": setting.label, "cache": setting.kind, "scheme": setting.scheme, "bits": setting.bits}
-
-
-def cache_bytes(cache: Cache) -> int:
-    """What the cache says of itself if it does, else what can be reached from its layers."""
-    size = getattr(cache, "nbytes", None)
-    return held_bytes(cache.layers) if size is None else size
 
 
 def memory(arguments: argparse.Namespace) -> None:
@@ -203,7 +197,7 @@ def row(arguments: argparse.Namespace) -> None:
     peak = Peak(device)
     cache, prefill, steps = decoded(model, setting, ids, arguments.new_tokens)
     peak_bytes = peak.bytes()
-    size, tokens = cache_bytes(cache), arguments.prompt_tokens + arguments.new_tokens
+    size, tokens = size_of(cache), arguments.prompt_tokens + arguments.new_tokens
     line = {
         "device": device.type,
         "model": arguments.model,

@@ -159,7 +159,7 @@ def load_tasks(names: list[str], arguments: argparse.Namespace) -> list[CacheTas
     tasks = []
     for name in names:
         if name == "wikipedia":
-            tasks.append(text_task(source, device, limit or arguments.windows, batch))
+            tasks.append(text_task(source, device, min(limit or arguments.windows, arguments.windows), batch))
         else:
             tasks.append(context_task(source, arguments.questions, device, limit, batch))
     return tasks

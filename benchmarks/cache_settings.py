@@ -124,6 +124,12 @@ def held_bytes(value: Any) -> int:
     return sum(storages.values())
 
 
+def size_of(cache: Cache) -> int:
+    """What the cache says of itself if it does, else what can be reached from its layers."""
+    size = getattr(cache, "nbytes", None)
+    return held_bytes(cache.layers) if size is None else size
+
+
 def dense_elements(model: PreTrainedModel, tokens: int) -> int:
     """Numbers that a dense cache of `tokens` tokens (of all sequences together) holds."""
     text = model.config.get_text_config(decoder=True)

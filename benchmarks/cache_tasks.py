@@ -27,7 +27,7 @@ from accuracy_measure import (
     share_right,
 )
 from accuracy_tasks import MEAN_OF, Task, TextTask, VisionTask, answers_right, embedded, question_rows
-from cache_settings import Setting, dense_elements, held_bytes
+from cache_settings import Setting, dense_elements, size_of
 from context_questions import SHOTS, load_questions
 from hf_wsvd import WSVDConfig, collect_statistics, compress
 from hf_wsvd.calibration.batches import IGNORED
@@ -119,12 +119,6 @@ def cast(batch: PieceBatch, dtype: torch.dtype) -> PieceBatch:
     """The same batch with its floating-point inputs in `dtype`."""
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.inputs.items()}
     return PieceBatch(inputs, batch.labels, batch.pieces)
-
-
-def size_of(cache: Cache) -> int:
-    """Bytes that a cache holds."""
-    size = getattr(cache, "nbytes", None)
-    return held_bytes(cache.layers) if size is None else size
 
 
 @torch.no_grad()
