@@ -5,6 +5,7 @@
     pip install ".[bench]"                     # with optimum-quanto and hqq, for QuantizedCache
     python benchmarks/cache_bytes.py memory --threads 2 --output docs/results/cache_memory_cpu.json
     python benchmarks/cache_bytes.py memory --device cuda --model llama-8b --output docs/results/cache_memory_h200.json
+    python benchmarks/cache_bytes.py turns --threads 1 --prompt-tokens 2048 --new-tokens 16 --output turns.json
 
 `bits` measures bits an element: 8 * bytes held / numbers that a dense cache of the same tokens holds. Everything
 counts: scales, codebooks, windows that are not quantized, room to grow.
@@ -13,6 +14,10 @@ counts: scales, codebooks, windows that are not quantized, room to grow.
 of the loaded model: `torch.cuda.max_memory_allocated` on a GPU; on a CPU the highest resident set (VmHWM, set back
 after loading; Linux alone) minus the one after loading and a short warm-up. Times are wall-clock: the prompt's
 forward, and the median, mean and fastest of the tokens' forwards.
+
+`turns` compares decode steps on a busy CPU: random weights in the shape of six layers of SmolLM2, all caches in one
+process, which take turns token by token; also the CPU time of each step, which other processes' load hardly changes.
+It counts the calling thread alone, so that only one thread measures all of it.
 """
 
 import argparse
@@ -58,6 +63,7 @@ MEMORY_ROWS = [
     Setting("WSVDCache", {"bits": 2}),
     Setting("WSVDCache", {"scheme": "kivi", "bits": 2}),
 ]
+TURN_ROWS = [Setting("WSVDCache", {"scheme": "minmax", "bits": bits}) for bits in (4, 2)]
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -76,7 +82,7 @@ def main() -> None:
     logging.disable_progress_bar()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    {"bits": bits, "memory": memory, "row": row}[arguments.part](arguments)
+    {"bits": bits, "memory": memory, "row": row, "turns": turns}[arguments.part](arguments)
 
 
 def bits(arguments: argparse.Namespace) -> None:
@@ -216,6 +222,55 @@ def row(arguments: argparse.Namespace) -> None:
     print(json.dumps(line))
 
 
+@torch.no_grad()
+def turns(arguments: argparse.Namespace) -> None:
+    """One decode step of each cache after the other, again and again."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 1000}
+    config = LlamaConfig(**shape, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=1 << 17)
+    model = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype)).to(arguments.device).eval()
+    ids = torch.randint(1000, (1, arguments.prompt_tokens)).to(arguments.device)
+    caches: dict[Setting, Cache] = {}
+    for setting in chosen(arguments, [*MEMORY_ROWS, *TURN_ROWS]):
+        try:
+            cache = setting.make(model)
+        except (ImportError, ValueError) as error:  # a backend that is not installed
+            print(f"{setting.label}: {error}", file=sys.stderr)
+            continue
+        model(**{"input_ids": ids, "use_cache": True, "logits_to_keep": 1, CACHE_ARGUMENT: cache})
+        caches[setting] = cache
+    wall: dict[Setting, list[float]] = {setting: [] for setting in caches}
+    work: dict[Setting, list[float]] = {setting: [] for setting in caches}
+    for _ in range(WARMUP_STEPS + arguments.new_tokens):
+        for setting, cache in caches.items():
+            start, begun = now(ids.device), time.thread_time()
+            model(**{"input_ids": ids[:, :1], "use_cache": True, CACHE_ARGUMENT: cache})
+            work[setting].append(time.thread_time() - begun)
+            wall[setting].append(now(ids.device) - start)
+    tokens = arguments.prompt_tokens + WARMUP_STEPS + arguments.new_tokens
+    rows = [
+        {
+            **described(setting),
+            "bits_per_element": 8 * size_of(cache) / dense_elements(model, tokens),
+            "ms_per_token": 1e3 * statistics.median(wall[setting][WARMUP_STEPS:]),
+            "fastest_ms_per_token": 1e3 * min(wall[setting][WARMUP_STEPS:]),
+            "cpu_ms_per_token": 1e3 * statistics.median(work[setting][WARMUP_STEPS:]),
+        }
+        for setting, cache in caches.items()
+    ]
+    for line in rows:
+        print(f"{line['label']}: {line['cpu_ms_per_token']:.1f} ms of CPU time", file=sys.stderr)
+    results = {
+        "command": command_line("cache_bytes.py"),
+        "environment": environment(arguments.device),
+        "versions": versions("optimum-quanto", "hqq"),
+        "model": f"random weights in the shape of six layers of SmolLM2-135M, {arguments.dtype}",
+        "prompt_tokens": arguments.prompt_tokens,
+        "rows": rows,
+    }
+    write_text(arguments.output, json.dumps(results, indent=1) + "\n")
+
+
 def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A model whose weights are drawn on the device, which for 8 B takes seconds there."""
     with torch.device("meta"):
@@ -291,7 +346,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add: Callable[..., Any] = parser.add_argument
-    add("part", choices=["bits", "memory", "row"], help="row: what `memory` calls for each of its rows")
+    add("part", choices=["bits", "memory", "turns", "row"], help="row: what `memory` calls for each of its rows")
     add("--output", type=Path)
     add("--caches", nargs="+", choices=["DynamicCache", "QuantizedCache", "WSVDCache"], help="default: all")
     add("--model", choices=list(MODELS), default="smollm2")

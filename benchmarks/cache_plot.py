@@ -38,6 +38,7 @@ def plot(results: dict[str, Any], target: Path) -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "hf_wsvd"  # the same file for the same numbers
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters, not their outlines
     import matplotlib.pyplot as plt
 
     tasks = [task for task in TITLES if points(results, task)]

@@ -10,7 +10,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 from hf_wsvd import WSVDCache
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """One cache to measure.
 
