@@ -13,6 +13,7 @@ from .calibration import (
     load_statistics,
     save_statistics,
 )
+from .estimate import MemoryEstimate, estimate_memory
 from .hub import model_card, push_to_hub
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import WSVDConfig
@@ -25,6 +26,7 @@ register_attention()
 register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
+    "MemoryEstimate",
     "WSVDCache",
     "WSVDConfig",
     "WSVDHfQuantizer",
@@ -33,6 +35,7 @@ __all__ = [
     "collect_statistics",
     "compress",
     "default_calibration",
+    "estimate_memory",
     "load_calibration",
     "load_statistics",
     "model_card",
