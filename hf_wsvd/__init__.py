@@ -13,6 +13,7 @@ from .calibration import (
     load_statistics,
     save_statistics,
 )
+from .estimate import MemoryEstimate, estimate_memory
 from .hub import model_card, push_to_hub
 from .memory_report import MemoryReport
 from .quantizer import WSVDHfQuantizer, compress
@@ -27,6 +28,7 @@ register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
     "CacheConfig",
+    "MemoryEstimate",
     "MemoryReport",
     "WSVDCache",
     "WSVDConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "collect_statistics",
     "compress",
     "default_calibration",
+    "estimate_memory",
     "load_calibration",
     "load_statistics",
     "model_card",
