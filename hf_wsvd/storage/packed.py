@@ -83,6 +83,8 @@ class PackedStore(BufferStore):
         for name, like in probe.state.items():
             if state[name].shape != like.shape or state[name].dtype != like.dtype:
                 raise ValueError(f"{name} is {list(state[name].shape)} {state[name].dtype}, wanted {list(like.shape)}")
+            if not bool(state[name].isfinite().all()):
+                raise ValueError(f"{name} is not finite")
         self._load({name: state[name] for name in wanted}, wanted)
-        self.codec.state = {name: state[name] for name in probe.state}
+        self.codec.state = {name: state[name].clone() for name in probe.state}
         self.codec.to(state["payload"].device)
