@@ -75,7 +75,7 @@ class WSVDCache(Cache):
         config = model.config.get_text_config(decoder=True)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
-        self.model = ModelReference(model)
+        self._model = ModelReference(model)
         self.input_ids: Tensor | None = None
 
     @property
@@ -123,7 +123,7 @@ class WSVDCache(Cache):
             ValueError: naming the file and the cause: truncated, damaged, another model (shape, config, ranks, layouts
                 or weights).
         """
-        from .cache_file import load_cache
+        from .cache_loading import load_cache
 
         return load_cache(cls, path, model, device)
 

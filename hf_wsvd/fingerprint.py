@@ -125,7 +125,7 @@ def check_weights(saved: dict[str, Any], present: dict[str, str | None]) -> None
     changed = [name for name in known if saved[name] != present[name]]
     expect(
         not changed,
-        f"it was made by another model: the weights {changed[:3]} are others ({len(changed)} of {len(known)} compared; "
+        f"it was made by another model: the weights {changed[:3]} are others ({len(changed)} of {len(known)}; "
         "fine-tuned, compressed anew, or loaded in another dtype than float32 and bfloat16?)",
     )
     expect(bool(known), "no weight can be compared: all are offloaded, now or when the cache was saved")

@@ -188,8 +188,7 @@ class KiviKeyStore(Store):
         hidden, tokens, groups = int(packed["hidden"]), packed["payload"].shape[2], packed["scales"].shape[2]
         if groups * self.group_size != tokens or not 0 <= hidden < min(self.group_size, tokens):
             raise ValueError(
-                f"{tokens} packed tokens, {hidden} of them hidden, and {groups} groups of {self.group_size} do not fit "
-                "together"
+                f"{tokens} packed tokens, {hidden} of them hidden, do not fit {groups} groups of {self.group_size}"
             )
         if not bool(packed["scales"].isfinite().all()):  # NaN tokens leave no trace in them
             raise ValueError("scales are not finite")
