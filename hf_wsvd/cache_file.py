@@ -122,7 +122,7 @@ def check_ids(input_ids: Tensor, model: PreTrainedModel, batch: int, length: int
     expect(right, f"input_ids are {form(input_ids)}, wanted [{batch}, at least {length}] int64")
     count = getattr(model.get_input_embeddings(), "num_embeddings", 2**63)
     lowest, highest = (int(number) for number in input_ids.aminmax()) if input_ids.numel() else (0, 0)
-    expect(0 <= lowest and highest < count, f"input_ids run from {lowest} to {highest}, of {count} tokens")
+    expect(lowest >= 0 and highest < count, f"input_ids run from {lowest} to {highest}, of {count} tokens")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

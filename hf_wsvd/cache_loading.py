@@ -158,7 +158,8 @@ def shape_of(
 def load_store(prefix: str, store: Store, state: dict[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
     """Fill a store. Tokens that were kept whole, in the saving model's `dtype`, come to that of this one."""
     for name, value in state.items():
-        whole = name.rpartition(".")[2] in ("tokens", "recent") and value.dtype == dtype
+        whole = name.rpartition(".")[2] in ("tokens", "recent")
+        expect(not whole or value.dtype == dtype, f"{prefix}{name} is {form(value)}, wanted {dtype}")
         state[name] = value.to(device, store.dtype if whole else value.dtype)
     try:
         store.load_state(state)
