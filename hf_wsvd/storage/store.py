@@ -166,7 +166,7 @@ class BufferStore(Store):
         return self.packed()
 
     def _load(self, state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-        """Fill the buffers from `state`, whose tensors must look like `wanted` (on meta) but for batch and length."""
+        """Fill the buffers from `state`, whose tensors must look like `wanted` but for batch and length."""
         check_names(state, wanted)
         self.reset()
         for name, like in wanted.items():
