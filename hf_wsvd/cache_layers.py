@@ -30,7 +30,7 @@ class StoredMixin:
 
     @property
     def keys(self) -> Tensor | None:
-        return self.key_store.read() if self.get_seq_length() > 0 else None
+        return self.key_store.read() if self.has_any() else None
 
     @keys.setter
     def keys(self, tokens: Tensor | None) -> None:
@@ -38,11 +38,15 @@ class StoredMixin:
 
     @property
     def values(self) -> Tensor | None:
-        return self.value_store.read() if self.get_seq_length() > 0 else None
+        return self.value_store.read() if self.has_any() else None
 
     @values.setter
     def values(self, tokens: Tensor | None) -> None:
         self._set("value", tokens)
+
+    def has_any(self) -> bool:
+        """Whether the layer holds tokens; a window of one token holds none between calls."""
+        return self.key_store is not None and not self.is_first_call()
 
     def _set(self, side: str, tokens: Tensor | None) -> None:
         """transformers assigns None and empty tensors to say that a layer is empty."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .packing import pack, packed_width, unpack
-from .store import Piece, Store, check_like, check_names
+from .store import Piece, Store, check_like, check_names, compact_copy
 from .token_buffer import TokenBuffer
 from .whole import WholeStore
 
@@ -156,7 +156,7 @@ class KiviKeyStore(Store):
         yield from self.recent.pieces()
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {name: view.contiguous() for name, view in self.packed().items()}
+        tensors = {name: compact_copy(view) for name, view in self.packed().items()}
         return {**tensors, "hidden": torch.tensor([self.hidden])} if len(self.payload) else tensors
 
     def load_state(self, state: dict[str, Tensor]) -> None:

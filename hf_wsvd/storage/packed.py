@@ -54,12 +54,6 @@ class PackedStore(BufferStore):
         super().reset()
         self.codec.reset()
 
-    def crop(self, count: int) -> None:
-        if count >= len(self):
-            self.reset()  # an empty store is as good as new
-        else:
-            super().crop(count)
-
     def pieces(self) -> Iterator[Piece]:
         yield from super().pieces()
         for kind, tensors in (("scales", self.codec.state), ("constants", self.codec.constants)):

@@ -92,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """What `load_state` of an equal, empty store needs to read the same: tensors by name, without slack."""
+        """What `load_state` of an equal, empty store needs to read the same: copies by name, without slack."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -136,10 +136,16 @@ class BufferStore(Store):
         return {name: buffer.view for name, buffer in self.buffers.items()}
 
     def crop(self, count: int) -> None:
+        if count >= len(self):
+            self.reset()  # an empty store is as good as new: tokens of any batch and device may come next
+            return
         for buffer in self.buffers.values():
             buffer.crop(count)
 
     def keep_last(self, count: int) -> None:
+        if count <= 0:
+            self.reset()
+            return
         for buffer in self.buffers.values():
             buffer.keep_last(count)
 
@@ -163,7 +169,7 @@ class BufferStore(Store):
             yield Piece(self.kinds[name], buffer.data, buffer.used)
 
     def state(self) -> dict[str, Tensor]:
-        return {name: view.contiguous() for name, view in self.packed().items()}
+        return {name: compact_copy(view) for name, view in self.packed().items()}
 
     def _load(self, state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         """Fill the buffers from `state`, whose tensors must look like `wanted` (on meta) but for batch and length."""
@@ -179,6 +185,11 @@ class BufferStore(Store):
             raise ValueError(
                 f"tensors {sorted(wanted)} differ in batch or length: {sorted(batches)}, {sorted(lengths)}"
             )
+
+
+def compact_copy(view: Tensor) -> Tensor:
+    """A copy without slack. `contiguous` may return the view, into which later tokens are written."""
+    return view.clone(memory_format=torch.contiguous_format)
 
 
 def check_names(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
