@@ -91,6 +91,7 @@ class LatentMixin:
         super().crop(tokens_to_remove)
         if self.owns_rows:
             self.rows.crop(tokens_to_remove)
+            self.rows.visible = None
         # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
         self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
 
@@ -98,16 +99,19 @@ class LatentMixin:
         super().reorder_cache(beam_idx)
         if self._owns_row_batch():
             self.rows.reorder_cache(beam_idx)
+            self.rows.visible = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         if self._owns_row_batch():
             self.rows.batch_select_indices(indices)
+            self.rows.visible = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         if self._owns_row_batch():
             self.rows.batch_repeat_interleave(repeats)
+            self.rows.visible = None
 
     def _owns_row_batch(self) -> bool:
         return self.owns_rows and self.rows.is_initialized and row_batch(self.rows) > 1

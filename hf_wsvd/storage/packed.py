@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class PackedStore(BufferStore):
         dtype: that tokens read back in.
     """
 
-    kinds = {"payload": "payload", "scales": "scales"}
+    kinds: ClassVar[dict[str, str]] = {"payload": "payload", "scales": "scales"}
 
     def __init__(self, codec: Codec, heads: int, dtype: torch.dtype):
         super().__init__()
