@@ -16,6 +16,7 @@ from .cache_layers import (
     StoredMixin,
 )
 from .call import active_call
+from .quantizer_config import WHOLE_LAYER
 
 
 class LatentMixin:
@@ -62,6 +63,9 @@ class LatentMixin:
             self._append_rows(call.cos, call.sin, key_states.shape[0])
         latents = super().update(call.key.latent, call.value.latent, *args, **kwargs)
         call.cache(*latents, self.rows.visible if self.rows is not None else None)
+        storage = getattr(self, "storage", WHOLE_LAYER)
+        if empty and not storage.whole and storage.prefill == "stored":
+            return call.expand()  # without a mask at this point: attention in latent space could not be causal
         whole = empty and (call.latent_attention or not self.is_compileable)
         if whole or call.reads_latents():
             call.handed = (key_states, value_states)
