@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from .quantizer_config import WHOLE_LAYER, LayerStorage
-from .storage import Store, make_static_store, make_store, static_layers
+from .storage import Store, clear_visible, make_static_store, make_store, static_stores
 
 
 class StoredMixin:
@@ -30,7 +30,7 @@ class StoredMixin:
 
     @property
     def keys(self) -> Tensor | None:
-        return self.key_store.read() if self.get_seq_length() > 0 else None
+        return self.key_store.read() if self.has_any() else None
 
     @keys.setter
     def keys(self, tokens: Tensor | None) -> None:
@@ -38,11 +38,15 @@ class StoredMixin:
 
     @property
     def values(self) -> Tensor | None:
-        return self.value_store.read() if self.get_seq_length() > 0 else None
+        return self.value_store.read() if self.has_any() else None
 
     @values.setter
     def values(self, tokens: Tensor | None) -> None:
         self._set("value", tokens)
+
+    def has_any(self) -> bool:
+        """Whether the layer holds tokens; a window of one token holds none between calls."""
+        return self.key_store is not None and not self.is_first_call()
 
     def _set(self, side: str, tokens: Tensor | None) -> None:
         """transformers assigns None and empty tensors to say that a layer is empty."""
@@ -77,16 +81,15 @@ class StoredMixin:
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._check(key_states, value_states)
         first = self.is_first_call()
-        if not first:
-            self._check(key_states, value_states)
         self.key_store.append(key_states)
         self.value_store.append(value_states)
         return first and not self.storage.whole and self.storage.prefill == "exact"
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, tokens in zip(self.stores(), (key_states, value_states)):
-            if tokens.shape[0] != store.batch:
+            if store.batch not in (0, tokens.shape[0]):
                 raise ValueError(
                     f"this cache holds {store.batch} sequences and got tokens of {tokens.shape[0]}: change it with "
                     "batch_repeat_interleave, batch_select_indices or reorder_cache, or use a new cache"
@@ -96,7 +99,9 @@ class StoredMixin:
                     f"this cache holds {store.heads} heads of width {store.width} and got {tokens.shape[1]} of "
                     f"{tokens.shape[3]}: it belongs to another model"
                 )
-        if key_states.device != self.device:
+        if self.key_store.batch == 0:  # new or empty again
+            self.device = key_states.device
+        elif key_states.device != self.device:
             raise ValueError(f"this cache lies on {self.device} and got tokens on {key_states.device}")
 
     def offload(self) -> None:
@@ -236,14 +241,17 @@ class PackedStaticMixin(StoredMixin):
         visible = self.get_mask_sizes(key_states.shape[-2])[0]
         exact = self.put(key_states, value_states)
         self.has_tokens = True
-        if not exact:
-            return self.key_store.read(), self.value_store.read()
+        stored = None if exact else (self.key_store.read(), self.value_store.read())
+        for store in self.stores():
+            clear_visible(store)
+        if stored is not None:
+            return stored
         # As many as the mask has columns; it hides those that hold no token yet.
         missing = visible - key_states.shape[-2]
         return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
 
     def _counter(self) -> StaticLayer | None:
-        return static_layers(self.key_store)[0] if self.is_initialized else None
+        return static_stores(self.key_store)[0].layer if self.is_initialized else None
 
     def get_seq_length(self) -> int | Tensor:
         return self._counter().get_seq_length() if self.is_initialized else 0

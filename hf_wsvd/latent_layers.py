@@ -16,6 +16,7 @@ from .cache_layers import (
     StoredMixin,
 )
 from .call import active_call
+from .quantizer_config import WHOLE_LAYER
 
 
 class LatentMixin:
@@ -62,6 +63,9 @@ class LatentMixin:
             self._append_rows(call.cos, call.sin, key_states.shape[0])
         latents = super().update(call.key.latent, call.value.latent, *args, **kwargs)
         call.cache(*latents, self.rows.visible if self.rows is not None else None)
+        storage = getattr(self, "storage", WHOLE_LAYER)
+        if empty and not storage.whole and storage.prefill == "stored":
+            return call.expand()  # without a mask at this point: attention in latent space could not be causal
         whole = empty and (call.latent_attention or not self.is_compileable)
         if whole or call.reads_latents():
             call.handed = (key_states, value_states)
@@ -91,6 +95,7 @@ class LatentMixin:
         super().crop(tokens_to_remove)
         if self.owns_rows:
             self.rows.crop(tokens_to_remove)
+            self.rows.visible = None
         # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
         self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
 
@@ -98,16 +103,19 @@ class LatentMixin:
         super().reorder_cache(beam_idx)
         if self._owns_row_batch():
             self.rows.reorder_cache(beam_idx)
+            self.rows.visible = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         if self._owns_row_batch():
             self.rows.batch_select_indices(indices)
+            self.rows.visible = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         if self._owns_row_batch():
             self.rows.batch_repeat_interleave(repeats)
+            self.rows.visible = None
 
     def _owns_row_batch(self) -> bool:
         return self.owns_rows and self.rows.is_initialized and row_batch(self.rows) > 1

@@ -153,8 +153,7 @@ def _tensors(value: object, visited: set[int]) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         entries = value
     elif isinstance(value, Store | TokenBuffer | Codec) or is_cache_layer(value):
-        # What a static layer returned last is a view of what it holds, or a prompt's tokens on their way through.
-        entries = [entry for name, entry in vars(value).items() if name != "visible"]
+        entries = vars(value).values()
     for entry in entries:
         yield from _tensors(entry, visited)
 

@@ -124,7 +124,10 @@ class CacheConfig:
             unknown = set(fields) - set(LAYER_FIELDS)
             if unknown:
                 self._fail(f"layers[{number}]", fields, f"a dict with keys of {LAYER_FIELDS}")
-            self._check_fields(self._fields_of(number))
+            try:
+                self._check_fields(self._fields_of(number))
+            except ValueError as error:
+                raise ValueError(str(error).replace("CacheConfig: ", f"CacheConfig: layers[{number}]: ", 1)) from None
 
     @classmethod
     def parse(cls, value: CacheConfig | dict[str, Any] | None) -> CacheConfig | None:

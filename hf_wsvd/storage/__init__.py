@@ -2,7 +2,7 @@
 
 from .build import check_static, make_static_store, make_store
 from .codec import Codec, Packed
-from .static import StaticStore, static_layers
+from .static import StaticStore, clear_visible, static_stores
 from .store import Piece, Store, id_of
 
 
@@ -13,8 +13,9 @@ __all__ = [
     "StaticStore",
     "Store",
     "check_static",
+    "clear_visible",
     "id_of",
     "make_static_store",
     "make_store",
-    "static_layers",
+    "static_stores",
 ]

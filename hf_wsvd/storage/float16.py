@@ -23,6 +23,7 @@ class CastCodec(Codec):
         scales = tokens.new_empty((*tokens.shape[:-1], 0), dtype=torch.float16)
         if tokens.dtype != self.dtype:
             largest = torch.finfo(self.dtype).max
+            tokens = tokens.float()  # the largest number of one 16-bit dtype is none of the other
             tokens = torch.where(tokens.isinf(), tokens, tokens.clamp(-largest, largest)).to(self.dtype)
         return Packed(tokens, scales)
 

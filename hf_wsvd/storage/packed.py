@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ class PackedStore(BufferStore):
         dtype: that tokens read back in.
     """
 
+    kinds: ClassVar[dict[str, str]] = {"payload": "payload", "scales": "scales"}
+
     def __init__(self, codec: Codec, heads: int, dtype: torch.dtype):
         super().__init__()
-        self.kinds = {"payload": "payload", "scales": "scales"}
         self.codec = codec
         self.heads, self.width, self.dtype = heads, codec.width, dtype
 
@@ -52,12 +54,6 @@ class PackedStore(BufferStore):
     def reset(self) -> None:
         super().reset()
         self.codec.reset()
-
-    def crop(self, count: int) -> None:
-        if count >= len(self):
-            self.reset()  # an empty store is as good as new
-        else:
-            super().crop(count)
 
     def pieces(self) -> Iterator[Piece]:
         yield from super().pieces()

@@ -21,6 +21,10 @@ class StaticStore(Store):
         layer: empty, with the limits of the layer that this store serves.
         heads: of the tokens.
         dtype: that tokens read back in.
+
+    Attributes:
+        visible: what the layer returned of the last tokens, until `read` has been asked for: it may hold more than
+            what the layer keeps, all tokens of a prompt longer than the window. `clear_visible` frees it.
     """
 
     def __init__(self, codec: Codec, layer: StaticLayer, heads: int, dtype: torch.dtype):
@@ -42,18 +46,20 @@ class StaticStore(Store):
         payload, scales = self.codec.encode(tokens)
         # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
         scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
-        # What the layer returns may hold more than what it keeps: all tokens of a prompt longer than the window.
         self.visible = self.layer.update(payload, scales)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        return self.codec.decode(Packed(self.visible[0], as_scales(self.visible[1])), self.dtype)
+        payload, scales = self.visible or (self.layer.keys, self.layer.values)
+        return self.codec.decode(Packed(payload, as_scales(scales)), self.dtype)
 
     def packed(self) -> dict[str, Tensor]:
         return {"payload": self.layer.keys, "scales": as_scales(self.layer.values), **self.codec.state}
 
     def crop(self, count: int) -> None:
         self.layer.crop(-count)
+        if len(self) == 0:  # an empty store is as good as new
+            self.codec.reset()
 
     def keep_last(self, count: int) -> None:
         raise NotImplementedError("a static layer keeps its window by itself")
@@ -71,7 +77,6 @@ class StaticStore(Store):
         if self.layer.is_initialized:
             self.layer.keys, self.layer.values = self.layer.keys.to(device), self.layer.values.to(device)
             self.codec.to(device)
-            self.visible = None
 
     def reset(self) -> None:
         self.layer.reset()
@@ -80,9 +85,9 @@ class StaticStore(Store):
     def pieces(self) -> Iterator[Piece]:
         if not self.layer.is_initialized:
             return
-        share = min(len(self), self.layer.max_cache_len) / self.layer.max_cache_len
+        size = self.layer.max_cache_len
         for kind, tensor in (("payload", self.layer.keys), ("scales", self.layer.values)):
-            yield Piece(kind, tensor, int(tensor.nbytes * share))
+            yield Piece(kind, tensor, tensor.nbytes // size * min(len(self), size))
         for kind, tensors in (("scales", self.codec.state), ("constants", self.codec.constants)):
             for tensor in tensors.values():
                 yield Piece(kind, tensor, tensor.nbytes)
@@ -101,8 +106,14 @@ def as_scales(values: Tensor) -> Tensor:
     return values.view(torch.float16)
 
 
-def static_layers(store: Store) -> list[StaticLayer]:
-    """The static layers that a static store is made of; all have the same length."""
+def static_stores(store: Store) -> list[StaticStore]:
+    """What a store of fixed size is made of; all parts have the same length."""
     if isinstance(store, CompositeStore):
-        return [layer for part in store.parts.values() for layer in static_layers(part)]
-    return [store.layer]
+        return [inner for part in store.parts.values() for inner in static_stores(part)]
+    return [store]
+
+
+def clear_visible(store: Store) -> None:
+    """Have `read` give what a store of fixed size keeps, and hold nothing else."""
+    for part in static_stores(store):
+        part.visible = None

@@ -136,10 +136,16 @@ class BufferStore(Store):
         return {name: buffer.view for name, buffer in self.buffers.items()}
 
     def crop(self, count: int) -> None:
+        if count >= len(self):
+            self.reset()  # an empty store is as good as new: tokens of any batch and device may come next
+            return
         for buffer in self.buffers.values():
             buffer.crop(count)
 
     def keep_last(self, count: int) -> None:
+        if count <= 0:
+            self.reset()
+            return
         for buffer in self.buffers.values():
             buffer.keep_last(count)
 
