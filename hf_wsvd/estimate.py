@@ -15,7 +15,7 @@ from .memory_report import MemoryReport, memory_report, stores_of
 from .meta_fill import fill
 from .meta_model import MetaModel
 from .quantizer_config import CacheConfig
-from .storage import static_layers
+from .storage import static_stores
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def settle_lengths(cache: Cache, tokens: int) -> None:
     """Let packed static layers know how long they are: their lengths are tensors, which have no values on meta."""
     for layer in cache.layers:
         if isinstance(layer, PackedStaticMixin):
-            for static in (inner for store in stores_of(layer) for inner in static_layers(store)):
-                static.cumulative_length = torch.tensor(tokens)
+            for static in (inner for store in stores_of(layer) for inner in static_stores(store)):
+                static.layer.cumulative_length = torch.tensor(tokens)
 
 
 def elements(cache: Cache) -> int:

@@ -78,21 +78,35 @@ class KiviKeyStore(Store):
         self.scales.append(torch.cat([scale, zero], dim=-1))
 
     @torch.no_grad()
-    def _unpack(self, start: int, end: int) -> Tensor:
-        """Packed tokens `start` to `end`, counted from the first group's first."""
+    def _unpack(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Packed tokens `start` to `end`, counted from the first group's first; in `out` if it is given.
+
+        `out` must begin and end with a group.
+        """
         first, last = start // self.group_size, -(-end // self.group_size)
         codes = unpack(
             self.payload.view[:, :, first * self.group_size : last * self.group_size], self.width, self.bits
         )
         scale, zero = self.scales.view[:, :, first:last, None].to(self.dtype).chunk(2, dim=-1)
-        tokens = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale).add_(zero).flatten(2, 3)
+        scaled = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale)
+        if out is not None:
+            return torch.add(scaled, zero, out=out.unflatten(2, (-1, self.group_size)))
+        tokens = scaled.add_(zero).flatten(2, 3)
         return tokens[:, :, start - first * self.group_size : end - first * self.group_size]
 
     def read(self) -> Tensor:
         if not len(self.payload):
             return self.recent.read()
-        packed = self._unpack(self.hidden, len(self.payload))
-        return torch.cat([packed, self.recent.read()], dim=2) if len(self.recent) else packed
+        packed = len(self.payload)
+        if not len(self.recent) or self.recent.read().requires_grad:
+            tokens = self._unpack(self.hidden, packed)
+            return torch.cat([tokens, self.recent.read()], dim=2) if len(self.recent) else tokens
+        out = self.scales.data.new_empty(
+            (self.batch, self.heads, packed + len(self.recent), self.width), dtype=self.dtype
+        )
+        self._unpack(0, packed, out[:, :, :packed])
+        out[:, :, packed:] = self.recent.read()
+        return out[:, :, self.hidden :]
 
     def packed(self) -> dict[str, Tensor]:
         if not len(self.payload):

@@ -40,12 +40,19 @@ class PackedStore(BufferStore):
 
     @torch.no_grad()
     def read(self) -> Tensor:
+        return self.codec.decode(self._packed(), self.dtype)
+
+    @torch.no_grad()
+    def read_into(self, out: Tensor) -> None:
+        self.codec.decode_into(self._packed(), out)
+
+    def _packed(self) -> Packed:
         payload = self.buffers["payload"].view
         if "scales" in self.buffers:
             scales = self.buffers["scales"].view
         else:
             scales = payload.new_empty((*payload.shape[:-1], 0), dtype=torch.float16)
-        return self.codec.decode(Packed(payload, scales), self.dtype)
+        return Packed(payload, scales)
 
     def to(self, device: torch.device) -> None:
         super().to(device)

@@ -58,6 +58,10 @@ class Store(ABC):
     def read(self) -> Tensor:
         """All tokens that attention may see, `[B, H, N, width]` in the model's dtype. A view where that can be."""
 
+    def read_into(self, out: Tensor) -> None:
+        """The same, written into `out [B, H, N, width]`: a part of a larger result without a copy more."""
+        out.copy_(self.read())
+
     @abstractmethod
     def packed(self) -> dict[str, Tensor]:
         """The tensors as they are kept, for kernels: views by name (nested stores prefix theirs)."""
