@@ -78,7 +78,7 @@ class CacheConfig:
             whole head; "kivi": tokens of a key group and channels of a value group, None for 32 or, where that does
             not divide the head's width, the next smaller number of channels that does).
         symmetric: zero in the middle of the range, one number a scale instead of two ("minmax", "hadamard"). None:
-            true at 8 bits and for latents, else false.
+            true at 8 bits, else false.
         sink_length: first tokens kept in the model's dtype (layers of full attention).
         residual_length: newest tokens kept in the model's dtype; None: 128 for "kivi", else 0.
         skip_layers: decoder layers kept in the model's dtype; -1 is the last.
@@ -186,7 +186,7 @@ class CacheConfig:
             bits = SCHEME_BITS[scheme][0]
         symmetric = fields["symmetric"]
         if symmetric is None:
-            symmetric = scheme in ("minmax", "hadamard") and (bits == 8 or latent)
+            symmetric = scheme in ("minmax", "hadamard") and bits == 8
         residual = self.residual_length
         if residual is None:
             residual = KIVI_RESIDUAL_LENGTH if scheme == "kivi" else 0

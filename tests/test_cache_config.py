@@ -91,7 +91,7 @@ def test_bits_alone_choose_the_scheme():
     assert specs(CacheConfig(bits=16)) == (StorageSpec(), StorageSpec())
     assert specs(CacheConfig(bits=8)) == (StorageSpec("minmax", 8, symmetric=True),) * 2
     assert specs(CacheConfig(bits=4)) == (StorageSpec("hadamard", 4),) * 2
-    assert specs(CacheConfig(bits=4), latent=True) == (StorageSpec("minmax", 4, symmetric=True),) * 2
+    assert specs(CacheConfig(bits=4), latent=True) == (StorageSpec("minmax", 4),) * 2
     assert specs(CacheConfig(key_bits=4)) == (StorageSpec("hadamard", 4), StorageSpec())
     assert specs(CacheConfig(bits=2, key_bits=16)) == (StorageSpec(), StorageSpec("hadamard", 2))
     assert specs(CacheConfig(bits=2, key_bits=8))[0] == StorageSpec("minmax", 8, symmetric=True)
