@@ -41,9 +41,20 @@ class StaticStore(Store):
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> None:
-        if not self.layer.is_initialized:
+        fresh = not self.layer.is_initialized
+        if fresh:
             self.codec.to(tokens.device)
-        self.visible = Packed(*self.layer.update(*self.codec.encode(tokens)))
+        packed = self.codec.encode(tokens)
+        if fresh:
+            self._allocate(packed)
+        self.visible = Packed(*self.layer.update(*packed))
+
+    def _allocate(self, packed: Packed) -> None:
+        self.layer.lazy_initialization(*packed)
+        if self.layer.values.dtype != packed.scales.dtype:  # transformers 5.17 takes the keys' for both
+            self.layer.values = self.layer.values.to(packed.scales.dtype)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self.layer.values)
 
     @torch.no_grad()
     def read(self) -> Tensor:
