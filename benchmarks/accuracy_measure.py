@@ -1,7 +1,9 @@
 """Scores by teacher forcing: what a model predicts at held-out positions, against the labels and the dense model."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,15 +66,23 @@ def counted_states(model: PreTrainedModel, batch: EvaluationBatch) -> Tensor:
 
 
 @torch.no_grad()
-def measure(model: PreTrainedModel, batches: list[EvaluationBatch], dense_states: list[Tensor]) -> SequenceSums:
+def measure(
+    model: PreTrainedModel,
+    batches: Sequence[EvaluationBatch],
+    dense_states: list[Tensor],
+    states_of: Callable[[PreTrainedModel, Any], Tensor] = counted_states,
+) -> SequenceSums:
     """Compare `model` with the labels and with the dense model, of which `counted_states` are given.
 
     Logits are computed at counted positions alone; the output layer is the same in both models.
+
+    Args:
+        states_of: what gives the states of `model` in place of `counted_states`.
     """
     head = model.get_output_embeddings()
     sums = []
     for batch, dense in zip(batches, dense_states):
-        states, labels = counted_states(model, batch), batch.labels[:, 1:][batch.counted]
+        states, labels = states_of(model, batch), batch.labels[:, 1:][batch.counted]
         columns = []
         for part in range(0, len(labels), CHUNK):
             piece = slice(part, part + CHUNK)

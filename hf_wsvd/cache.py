@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
 from .decoder import decoder_attentions
+from .fingerprint import ModelReference
 from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
 from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
@@ -33,6 +37,9 @@ class WSVDCache(Cache):
             `WSVDConfig.cache` says, or in the model's dtype.
         max_cache_len: tokens to allocate at fixed addresses (for compiled decoding); None grows as needed.
         offloading: keep all layers but the current one on the CPU (CUDA models).
+
+    Attributes:
+        input_ids: of a loaded cache, the token ids that were saved with it; else None.
 
     Raises:
         ValueError: an encoder-decoder model, options that do not fit each other or the model, or `max_cache_len` that
@@ -68,6 +75,8 @@ class WSVDCache(Cache):
         config = model.config.get_text_config(decoder=True)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
+        self._model = ModelReference(model)
+        self.input_ids: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -77,6 +86,46 @@ class WSVDCache(Cache):
     def memory_report(self) -> MemoryReport:
         """What `nbytes` consists of, by layer and by kind."""
         return memory_report(self)
+
+    def save(self, path: str | PathLike[str], input_ids: Tensor | None = None) -> None:
+        """Write the cache, packed as it is, as one safetensors file; whole or not at all.
+
+        Whoever has the file can read the prompt out of it. What a model keeps of a prompt outside of its cache (the
+        position offsets of Qwen2-VL after an image) is not in it.
+
+        Args:
+            input_ids: `[batch, at least the cache's length]`, the tokens so far, which `generate` wants again.
+
+        Raises:
+            ValueError: a fixed size, offloading, or a layer without keys and values (linear attention), named with
+                its number; a model that is gone; input_ids that do not fit.
+            OSError: the file cannot be written.
+        """
+        from .cache_file import save_cache
+
+        save_cache(self, path, input_ids)
+
+    @classmethod
+    def load(
+        cls, path: str | PathLike[str], model: PreTrainedModel, device: torch.device | str | None = None
+    ) -> WSVDCache:
+        """Read a file of `save`. The cache goes on exactly as the saved one would have, in the saved storage.
+
+        The file is checked and not trusted. A token may read as NaN, as in any cache.
+
+        Args:
+            model: the one that the cache was made with. Its dtype may be another of float32 and bfloat16: tokens kept
+                whole are cast.
+            device: of all layers; None: that of each layer's weights.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: naming the file and the cause: truncated, damaged, another model (shape, config, ranks, layouts
+                or weights).
+        """
+        from .cache_loading import load_cache
+
+        return load_cache(cls, path, model, device)
 
 
 def settled_config(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 def hadamard(size: int) -> Tensor:
     """Sylvester's Hadamard matrix over sqrt(size), `[size, size]` fp64; `size` is a power of two."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
+    matrix = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     if len(matrix) != size:
@@ -25,12 +25,12 @@ def spreading_rotation(size: int, seed: int = 0) -> Tensor:
 
     Hadamard with random signs for a power of two; else the Kronecker product of a Hadamard matrix with the Hartley
     matrix of the odd part. A random orthogonal matrix in its place spreads worse: of a 3 x 3 one, a single entry can
-    be nearly 1. `x @ R` rotates, `x @ R.T` rotates back. The same for the same size and seed, on any machine. Treat
-    as constant.
+    be nearly 1. `x @ R` rotates, `x @ R.T` rotates back. The same for the same size and seed, on any machine, and
+    always on the CPU: models are built under other default devices. Treat as constant.
     """
     power = size & -size  # largest power of two that divides size
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
+    generator = torch.Generator("cpu").manual_seed(seed)
+    signs = torch.randint(0, 2, (size,), generator=generator, device="cpu").double() * 2 - 1
     return signs[:, None] * torch.kron(hadamard(power), hartley(size // power))
 
 
@@ -39,6 +39,6 @@ def hartley(size: int) -> Tensor:
 
     Its first row is constant: the first channel, the largest of an SVD's, is spread over all alike.
     """
-    number = torch.arange(size, dtype=torch.float64)
+    number = torch.arange(size, dtype=torch.float64, device="cpu")
     angle = 2 * math.pi * torch.outer(number, number) / size
     return (angle.cos() + angle.sin()) / size**0.5

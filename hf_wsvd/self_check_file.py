@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 from .calibration.answers import TOP
 from .calibration.samples import MAX_SAMPLES, runs_along_tokens
-from .calibration.tensor_file import DTYPES, INPUT_NAME, NOT_INPUTS
+from .calibration.taken import INPUT_NAME, NOT_INPUTS
 from .self_check import PARTS, Distance, Sample, SelfCheck, self_check_of, set_self_check
+from .tensor_file import DTYPES
 
 
 logger = logging.get_logger("hf_wsvd")

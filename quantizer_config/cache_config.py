@@ -135,7 +135,8 @@ class CacheConfig:
         if value is None or isinstance(value, CacheConfig):
             return value
         if not isinstance(value, dict):
-            raise ValueError(f"cache={value!r} is not allowed; allowed: a CacheConfig, a dict of its fields, or None")
+            allowed = "a CacheConfig, a dict of its fields, or None"
+            raise ValueError(f"WSVDConfig: cache={value!r} is not allowed; allowed: {allowed}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in known:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers import AutoQuantizationConfig
 
-from hf_wsvd import WSVDConfig
+from hf_wsvd import CacheConfig, WSVDConfig
 from hf_wsvd.quantizer_config import FORMAT_VERSION, KeyLayout
 
 
@@ -47,6 +47,7 @@ ACCEPTED = [
     {"latent_rotation": "hadamard"},
     {"seed": 7},
     {"self_check": "probe"},
+    {"cache": CacheConfig(bits=4, layers={0: {"bits": 8}})},
     {"fit_info": {"predicted_loss": 0.5}},
     {"calibration_info": {"samples": 2, "tokens": 9, "sha256": "00"}},
     {"key_layout": ["none:halves", "before:interleaved", "after:interleaved_halves", "before_by_token:none", None]},
@@ -79,6 +80,7 @@ REFUSED = [
     *[("latent_rotation", value, "'none', 'hadamard'") for value in ("random", False, 1)],
     *[("seed", value, "from 0") for value in (-1, 0.5, "0", None, True)],
     *[("self_check", value, "'calibration', 'probe', 'none'") for value in (True, None, "samples")],
+    *[("cache", value, "a CacheConfig, a dict of its fields, or None") for value in (4, "int4", [4])],
     *[("fit_info", value, "a dict") for value in ([], "text", 3)],
     *[("calibration_info", value, "a dict") for value in ([], "text", 3)],
     *[("key_layout", value, "one entry a decoder layer") for value in ("none:halves", 3, {"0": "none:halves"})],

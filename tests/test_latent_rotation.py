@@ -38,10 +38,12 @@ def factors(projection: LatentProjection) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def correlated() -> tuple[PreTrainedModel, Statistics]:
-    """A model whose inputs to attention have a second moment that falls steeply, as trained models' do."""
+def steep() -> tuple[PreTrainedModel, Statistics]:
+    """A model whose heads have channels that fall steeply in size, as trained models' do, and its statistics."""
     model = tiny_models.build("llama")
-    model.model.embed_tokens.weight.data *= 10 * torch.logspace(0, -2, 48)
+    for attention in decoder_attentions(model):
+        for projection in (attention.module.k_proj, attention.module.v_proj):
+            projection.weight.data *= 2 * torch.logspace(0, -2, 16).repeat(2)[:, None]
     return model, hf_wsvd.collect_statistics(model, calibration_batches("llama"), fisher=True)
 
 
@@ -61,20 +63,20 @@ def unevenness(model: PreTrainedModel, statistics: Statistics) -> Tensor:
 
 @pytest.mark.parametrize("refinement", ["none", "fisher", "distillation"])
 @pytest.mark.parametrize("rank", [5, 8, 12])
-def test_latent_channels_are_even(refinement, rank, correlated):
-    model, statistics = correlated
+def test_latent_channels_are_even(refinement, rank, steep):
+    model, statistics = steep
     found = {}
     for rotation in ("none", "hadamard"):
         options = {"k_rank": rank, "v_rank": rank, "refinement": refinement, "refinement_steps": 3}
         compressed = hf_wsvd.compress(copy.deepcopy(model), config(rotation, **options), statistics=statistics)
         found[rotation] = unevenness(compressed, statistics)
     print(found["none"].mean(), found["hadamard"].mean(), found["hadamard"].max(), found["none"].min())
-    assert found["hadamard"].mean() < 1.35 < 2 < found["none"].mean()
-    assert found["hadamard"].max() < 1.7
+    assert found["hadamard"].mean() < 1.25 < 1.6 < found["none"].mean()
+    assert found["hadamard"].max() < 1.5
 
 
-def test_four_bits_lose_less_of_a_latent(correlated):
-    model, statistics = correlated
+def test_four_bits_lose_less_of_a_latent(steep):
+    model, statistics = steep
     values, vectors = torch.linalg.eigh(statistics.gram[0].double())
     inputs = torch.randn(512, len(values), dtype=torch.float64) * values.clamp_min(0).sqrt() @ vectors.T
     lost = {}
@@ -83,7 +85,7 @@ def test_four_bits_lose_less_of_a_latent(correlated):
         latents = inputs @ factors(projections(compressed)[0, "k"])[0].double().mT
         scale = latents.abs().amax(-1, keepdim=True) / 7
         lost[rotation] = ((latents / scale).round() * scale - latents).square().sum() / latents.square().sum()
-    assert lost["hadamard"] < 0.6 * lost["none"]
+    assert lost["hadamard"] < 0.7 * lost["none"]
 
 
 # What it leaves alone ------------------------------------------------------------------------------------------------
@@ -127,8 +129,8 @@ def test_full_rank_is_the_dense_weight(compressed, dense):
 
 
 @pytest.mark.parametrize("refinement", ["none", "fisher", "distillation"])
-def test_streaming_gives_the_factors_of_a_fit_in_process(refinement, correlated, tmp_path):
-    model, statistics = correlated
+def test_streaming_gives_the_factors_of_a_fit_in_process(refinement, steep, tmp_path):
+    model, statistics = steep
     options = config(refinement=refinement, refinement_steps=3)
     model.save_pretrained(tmp_path)
     options.calibration = statistics

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from os import PathLike
 
+import torch
 from transformers import PreTrainedModel
 
 from .batches import Batch, recorded_source
@@ -15,6 +16,7 @@ from .progress import Progress
 from .statistics import Statistics
 
 
+@torch.enable_grad()
 def collect_statistics(
     model: PreTrainedModel,
     batches: Iterable[Batch],

@@ -20,11 +20,12 @@ from transformers.utils import logging
 
 from ..decoder import decoder_shape
 from ..files import remove_unfinished
+from ..tensor_file import Entry, expect, read_tensors, write_tensors
 from .batches import Batch
 from .data import Contents
 from .statistics import check_same_model, dtype_name
 from .statistics_file import check_record, input_entries, is_count, take_inputs
-from .tensor_file import Entry, Taken, expect, read_tensors, write_tensors
+from .taken import Taken
 
 
 if TYPE_CHECKING:

@@ -13,13 +13,14 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..tensor_file import Entry, entries, expect, form, read_tensors, write_tensors
 from ..version import __version__
 from .answers import TOP, Answered
 from .cached_run import compared_positions, token_column
 from .dense_side import DenseSample
 from .samples import MAX_SAMPLES
 from .statistics import Statistics, check_statistics_of
-from .tensor_file import Entry, Taken, entries, expect, form, read_tensors, write_tensors
+from .taken import Taken
 
 
 FORMAT_VERSION = 1

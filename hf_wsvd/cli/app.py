@@ -11,6 +11,7 @@ from .. import __version__
 from .calibrate import calibrate
 from .compress import compress
 from .demo import demo
+from .estimate import estimate
 from .inspect import inspect
 
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(calibrate)
 app.command()(compress)
+app.command()(estimate)
 app.command()(inspect)
 
 

@@ -5,21 +5,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-    GgufConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from ..auto_class import auto_class_of
 from ..calibration import load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
@@ -171,23 +159,3 @@ def load_dense(model: str, source: dict[str, Any], auto_class: Any, dtype: str, 
     # Unpacked into plain weights: packed ones would be a quantized model, which cannot be compressed again.
     unpacked = {"quantization_config": GgufConfig(dequantize=True)} if "gguf_file" in source else {}
     return auto_class.from_pretrained(model, dtype=dtype, **device_map, **source, **unpacked).eval()
-
-
-def auto_class_of(config: PretrainedConfig) -> Any:
-    """The auto class that loads a config's architecture: image and text, or text alone.
-
-    Raises ValueError naming the architecture if neither does.
-    """
-    candidates = (
-        (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
-        (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    )
-    architectures = set(config.architectures or ())
-    for auto_class, names in candidates:
-        if architectures & set(names.values()):
-            return auto_class
-    # A GGUF file names no architecture; its model type decides.
-    if not architectures and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForCausalLM
-    name = ", ".join(sorted(architectures)) or config.model_type
-    raise ValueError(f"{name} is neither a causal language model nor an image-text-to-text model of transformers")

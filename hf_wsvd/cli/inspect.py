@@ -8,12 +8,13 @@ import typer
 from huggingface_hub import HfApi
 from transformers import AutoConfig
 
+from ..auto_class import auto_class_of
 from ..evaluate.cache_size import cache_size
 from ..evaluate.tables import text_table
 from ..self_check import PARTS
 from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
 from ..verification import verify as verify_model
-from .compress import DTYPES, auto_class_of, check_device
+from .compress import DTYPES, check_device
 
 
 def inspect(

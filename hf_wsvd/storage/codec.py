@@ -45,6 +45,10 @@ class Codec(ABC):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """The tokens as they read back: `[B, H, N, width]` in `dtype`."""
 
+    def decode_into(self, packed: Packed, out: Tensor) -> None:
+        """The same, written into `out [B, H, N, width]`, in its dtype."""
+        out.copy_(self.decode(packed, out.dtype))
+
     def to(self, device: torch.device) -> None:
         """Bring state and constants to `device`; schemes with constants fill them here from a shared store."""
         self.state = {name: value.to(device) for name, value in self.state.items()}

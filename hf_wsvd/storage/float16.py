@@ -12,6 +12,7 @@ class CastCodec(Codec):
     """A cast: payload `[B, H, N, width]` in `dtype` (bf16 or fp16), no scales.
 
     Finite numbers beyond the range read as the largest one of the dtype; NaN and infinities read as themselves.
+    Tokens of that dtype are not copied, either way.
     """
 
     def __init__(self, width: int, dtype: torch.dtype):

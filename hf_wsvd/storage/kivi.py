@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .packing import pack, packed_width, unpack
-from .store import Piece, Store, check_like, check_names, compact_copy
+from .store import Piece, Store, check_like, check_names
 from .token_buffer import TokenBuffer
 from .whole import WholeStore
 
@@ -78,21 +78,35 @@ class KiviKeyStore(Store):
         self.scales.append(torch.cat([scale, zero], dim=-1))
 
     @torch.no_grad()
-    def _unpack(self, start: int, end: int) -> Tensor:
-        """Packed tokens `start` to `end`, counted from the first group's first."""
+    def _unpack(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
+        """Packed tokens `start` to `end`, counted from the first group's first; in `out` if it is given.
+
+        `out` must begin and end with a group.
+        """
         first, last = start // self.group_size, -(-end // self.group_size)
         codes = unpack(
             self.payload.view[:, :, first * self.group_size : last * self.group_size], self.width, self.bits
         )
         scale, zero = self.scales.view[:, :, first:last, None].to(self.dtype).chunk(2, dim=-1)
-        tokens = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale).add_(zero).flatten(2, 3)
+        scaled = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale)
+        if out is not None:
+            return torch.add(scaled, zero, out=out.unflatten(2, (-1, self.group_size)))
+        tokens = scaled.add_(zero).flatten(2, 3)
         return tokens[:, :, start - first * self.group_size : end - first * self.group_size]
 
     def read(self) -> Tensor:
         if not len(self.payload):
             return self.recent.read()
-        packed = self._unpack(self.hidden, len(self.payload))
-        return torch.cat([packed, self.recent.read()], dim=2) if len(self.recent) else packed
+        packed = len(self.payload)
+        if not len(self.recent) or self.recent.read().requires_grad:
+            tokens = self._unpack(self.hidden, packed)
+            return torch.cat([tokens, self.recent.read()], dim=2) if len(self.recent) else tokens
+        out = self.scales.data.new_empty(
+            (self.batch, self.heads, packed + len(self.recent), self.width), dtype=self.dtype
+        )
+        self._unpack(0, packed, out[:, :, :packed])
+        out[:, :, packed:] = self.recent.read()
+        return out[:, :, self.hidden :]
 
     def packed(self) -> dict[str, Tensor]:
         if not len(self.payload):
@@ -156,38 +170,40 @@ class KiviKeyStore(Store):
         yield from self.recent.pieces()
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {name: compact_copy(view) for name, view in self.packed().items()}
+        tensors = self.packed()
         return {**tensors, "hidden": torch.tensor([self.hidden])} if len(self.payload) else tensors
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         self.reset()
-        kind = {"device": "meta", "dtype": torch.uint8}
-        like = {
-            "payload": torch.empty(1, self.heads, 1, packed_width(self.width, self.bits), **kind),
-            "scales": torch.empty(1, self.heads, 1, 2 * self.width, device="meta", dtype=torch.float16),
-        }
+        recent = {"tokens": state["recent"]} if "recent" in state else {}
         packed = {name: value for name, value in state.items() if name != "recent"}
+        hidden = self._check_packed(packed) if packed else 0
+        self.recent.load_state(recent)
+        batches = {value.shape[0] for name, value in state.items() if name != "hidden"}
+        if len(self.recent) >= self.residual_length or len(batches) > 1:
+            raise ValueError(f"recent is {list(state['recent'].shape)}, which does not fit the rest")
         if packed:
-            check_names(packed, {**like, "hidden": None})
-            for name in like:
-                check_like(name, packed[name], like[name])
-            hidden, tokens = packed["hidden"], packed["payload"].shape[2]
-            fits = (
-                hidden.shape == (1,)
-                and hidden.dtype == torch.int64
-                and 0 <= int(hidden) < min(self.group_size, tokens)
-            )
-            groups = packed["scales"].shape[2]
-            if (
-                not fits
-                or groups * self.group_size != tokens
-                or packed["scales"].shape[0] != packed["payload"].shape[0]
-            ):
-                raise ValueError(f"{tokens} packed tokens in {groups} groups of {self.group_size} do not fit together")
-        self.recent.load_state({"tokens": state["recent"]} if "recent" in state else {})
-        if packed:
-            if len(self.recent) >= self.residual_length or self.recent.batch not in (0, packed["payload"].shape[0]):
-                raise ValueError(f"recent is {list(state['recent'].shape)}, which does not fit the packed tokens")
             self.payload.append(packed["payload"])
             self.scales.append(packed["scales"])
-            self.hidden = int(packed["hidden"])
+            self.hidden = hidden
+
+    def _check_packed(self, packed: dict[str, Tensor]) -> int:
+        """The number of hidden tokens; ValueError unless the tensors are those of whole groups."""
+        width = packed_width(self.width, self.bits)
+        like = {
+            "payload": torch.empty(1, self.heads, 1, width, device="meta", dtype=torch.uint8),
+            "scales": torch.empty(1, self.heads, 1, 2 * self.width, device="meta", dtype=torch.float16),
+        }
+        check_names(packed, {**like, "hidden": None})
+        for name in like:
+            check_like(name, packed[name], like[name])
+        if packed["hidden"].shape != (1,) or packed["hidden"].dtype != torch.int64:
+            raise ValueError(f"hidden is {list(packed['hidden'].shape)} {packed['hidden'].dtype}, wanted [1] int64")
+        hidden, tokens, groups = int(packed["hidden"]), packed["payload"].shape[2], packed["scales"].shape[2]
+        if groups * self.group_size != tokens or not 0 <= hidden < min(self.group_size, tokens):
+            raise ValueError(
+                f"{tokens} packed tokens, {hidden} of them hidden, do not fit {groups} groups of {self.group_size}"
+            )
+        if not bool(packed["scales"].isfinite().all()):  # NaN tokens leave no trace in them
+            raise ValueError("scales are not finite")
+        return hidden

@@ -77,6 +77,12 @@ class MinMaxCodec(Codec):
         return Packed(pack(codes.flatten(-2), self.bits), scales.squeeze(-1))
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        out = packed.payload.new_empty((*packed.payload.shape[:-1], self.width), dtype=dtype)
+        self.decode_into(packed, out)
+        return out
+
+    def decode_into(self, packed: Packed, out: Tensor) -> None:
+        dtype = out.dtype
         codes = unpack(packed.payload, self.width, self.bits)
         if self.signed:
             codes = codes.view(torch.int8)
@@ -86,9 +92,10 @@ class MinMaxCodec(Codec):
         wide = dtype == torch.float16 or (dtype == torch.bfloat16 and self.bits == 8 and not self.symmetric)
         values = codes.to(torch.float32 if wide else dtype).unflatten(-1, self.group_shape)
         scales = packed.scales.to(values.dtype).unsqueeze(-1)
+        # The last operation writes where the result is to lie, and casts where it was computed in fp32.
+        out = out.unflatten(-1, self.group_shape)
         if self.symmetric:
-            values.mul_(scales)
+            torch.mul(values, scales, out=out)
         else:
             scale, zero = scales.chunk(2, dim=-2)
-            values.mul_(scale).add_(zero)
-        return values.flatten(-2).to(dtype)
+            torch.add(values.mul_(scale), zero, out=out)

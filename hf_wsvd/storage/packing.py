@@ -54,21 +54,24 @@ def unpack(packed: Tensor, width: int, bits: int) -> Tensor:
     padded = padded_width(width, bits)
     if bits == 8:
         return packed
+    if bits == 3:
+        packed, bits = nibbles(packed, padded), 4
     # Slices of one output: three times as fast as torch.cat on a CPU.
     codes = packed.new_empty((*packed.shape[:-1], padded))
-    parts = codes.chunk(2 if bits == 4 else 4, dim=-1)
-    low_bits = 4 if bits == 4 else 2
-    low, high = packed, None
-    if bits == 3:
-        low, high = packed.split([padded // 4, padded // 8], dim=-1)
-        # Bits 0, 2, 4 and 6 belong to the four runs of the low plane then.
-        high = torch.cat([high, high >> 1], dim=-1)
+    parts = codes.chunk(8 // bits, dim=-1)
     for number, part in enumerate(parts):
-        run = _shifted_right(low, number * low_bits) & 2**low_bits - 1
-        if high is not None:
-            run |= _shifted_right(high, number * 2 - 2) & 4
-        part.copy_(run)
+        run = packed >> number * bits if number else packed
+        part.copy_(run if number == len(parts) - 1 else run & 2**bits - 1)
     return codes if padded == width else codes[..., :width]
+
+
+def nibbles(packed: Tensor, padded: int) -> Tensor:
+    """The 4-bit layout, `[..., padded / 2]` uint8, of `padded` (a multiple of 8) 3-bit codes."""
+    low, high = packed.split([padded // 4, padded // 8], dim=-1)
+    high = torch.cat([high, high >> 1], dim=-1)  # bits 0, 2, 4 and 6 now belong to the quarters of the codes in turn
+    evens = (low & 0x33).bitwise_or_((high << 2).bitwise_and_(0x44))
+    odds = (low >> 2).bitwise_and_(0x33).bitwise_or_(high & 0x44)
+    return torch.cat([evens, odds], dim=-1)
 
 
 def _pack_plane(codes: Tensor, bits: int) -> Tensor:
@@ -77,7 +80,3 @@ def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     for number, part in enumerate(parts[1:], 1):
         packed |= part << number * bits
     return packed
-
-
-def _shifted_right(packed: Tensor, places: int) -> Tensor:
-    return packed >> places if places > 0 else packed << -places

@@ -30,7 +30,7 @@ class StaticStore(Store):
     def __init__(self, codec: Codec, layer: StaticLayer, heads: int, dtype: torch.dtype):
         self.codec, self.layer = codec, layer
         self.heads, self.width, self.dtype = heads, codec.width, dtype
-        self.visible: Packed | None = None
+        self.visible: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         return int(self.layer.get_seq_length())
@@ -41,27 +41,20 @@ class StaticStore(Store):
 
     @torch.no_grad()
     def append(self, tokens: Tensor) -> None:
-        fresh = not self.layer.is_initialized
-        if fresh:
+        if not self.layer.is_initialized:
             self.codec.to(tokens.device)
-        packed = self.codec.encode(tokens)
-        if fresh:
-            self._allocate(packed)
-        self.visible = Packed(*self.layer.update(*packed))
-
-    def _allocate(self, packed: Packed) -> None:
-        self.layer.lazy_initialization(*packed)
-        if self.layer.values.dtype != packed.scales.dtype:  # transformers 5.17 takes the keys' for both
-            self.layer.values = self.layer.values.to(packed.scales.dtype)
-            if not torch.compiler.is_compiling():
-                torch._dynamo.mark_static_address(self.layer.values)
+        payload, scales = self.codec.encode(tokens)
+        # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
+        scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
+        self.visible = self.layer.update(payload, scales)
 
     @torch.no_grad()
     def read(self) -> Tensor:
-        return self.codec.decode(self.visible or Packed(self.layer.keys, self.layer.values), self.dtype)
+        payload, scales = self.visible or (self.layer.keys, self.layer.values)
+        return self.codec.decode(Packed(payload, as_scales(scales)), self.dtype)
 
     def packed(self) -> dict[str, Tensor]:
-        return {"payload": self.layer.keys, "scales": self.layer.values, **self.codec.state}
+        return {"payload": self.layer.keys, "scales": as_scales(self.layer.values), **self.codec.state}
 
     def crop(self, count: int) -> None:
         self.layer.crop(-count)
@@ -104,6 +97,13 @@ class StaticStore(Store):
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         raise NotImplementedError("a static cache cannot be loaded")
+
+
+def as_scales(values: Tensor) -> Tensor:
+    """The fp16 scales in the values of a static layer."""
+    if values.shape[-1] == 0:
+        return values.new_empty(values.shape, dtype=torch.float16)
+    return values.view(torch.float16)
 
 
 def static_stores(store: Store) -> list[StaticStore]:

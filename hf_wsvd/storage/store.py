@@ -58,6 +58,10 @@ class Store(ABC):
     def read(self) -> Tensor:
         """All tokens that attention may see, `[B, H, N, width]` in the model's dtype. A view where that can be."""
 
+    def read_into(self, out: Tensor) -> None:
+        """The same, written into `out [B, H, N, width]`: a part of a larger result without a copy more."""
+        out.copy_(self.read())
+
     @abstractmethod
     def packed(self) -> dict[str, Tensor]:
         """The tensors as they are kept, for kernels: views by name (nested stores prefix theirs)."""
@@ -92,7 +96,7 @@ class Store(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """What `load_state` of an equal, empty store needs to read the same: copies by name, without slack."""
+        """What `load_state` of an equal, empty store needs to read the same: tensors by name, views without slack."""
 
     @abstractmethod
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -169,31 +173,23 @@ class BufferStore(Store):
             yield Piece(self.kinds[name], buffer.data, buffer.used)
 
     def state(self) -> dict[str, Tensor]:
-        return {name: compact_copy(view) for name, view in self.packed().items()}
+        return self.packed()
 
     def _load(self, state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-        """Fill the buffers from `state`, whose tensors must look like `wanted` (on meta) but for batch and length."""
+        """Fill the buffers from `state`, whose tensors must look like `wanted` but for batch and length."""
         check_names(state, wanted)
         self.reset()
         for name, like in wanted.items():
             check_like(name, state[name], like)
+        sizes = {(state[name].shape[0], state[name].shape[2]) for name in wanted}
+        if len(sizes) > 1:
+            raise ValueError(f"tensors {sorted(wanted)} differ in batch or length: {sorted(sizes)}")
         for name in wanted:
             self._put(name, state[name])
-        lengths = {len(buffer) for buffer in self.buffers.values()}
-        batches = {buffer.data.shape[0] for buffer in self.buffers.values()}
-        if len(lengths) > 1 or len(batches) > 1:
-            raise ValueError(
-                f"tensors {sorted(wanted)} differ in batch or length: {sorted(batches)}, {sorted(lengths)}"
-            )
-
-
-def compact_copy(view: Tensor) -> Tensor:
-    """A copy without slack. `contiguous` may return the view, into which later tokens are written."""
-    return view.clone(memory_format=torch.contiguous_format)
 
 
 def check_names(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """ValueError unless `state` has the names of `wanted`, or none at all of an empty store's."""
+    """ValueError unless `state` has the names of `wanted`."""
     if set(state) != set(wanted):
         raise ValueError(f"tensors {sorted(state)} were found where {sorted(wanted)} belong")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .codec import Codec, Packed
 from .hadamard import rotate, rotation_constants, to_integers
-from .packing import pack, padded_width, unpack
+from .packing import nibbles, pack, padded_width
 
 
 LARGEST = 65504.0  # of fp16
@@ -46,13 +46,14 @@ def codebook_constants(width: int, bits: int, device: torch.device) -> dict[str,
     """`rotation` and `integers` of `rotation_constants`, `centroids` and `midpoints` fp32, and
 
     `squares`: of the centroids, in fp64 but in units of 2^-36, whose sums are exact and so alike in any order;
-    `table [codes of one index, levels]` and `inverse [padded_width, width]`: see `TurboQuantCodec.decode`.
+    `table [256, codes a byte]` and `inverse [padded_width, width]`: see `TurboQuantCodec.decode`.
     """
     constants = rotation_constants(width, device)
     centroids = torch.tensor(normal_centroids(bits), dtype=torch.float64, device="cpu")
     together = 4 if bits == 2 else 2
-    index = torch.arange(2 ** (bits * together), device="cpu")
-    table = torch.stack([centroids[index >> number * bits & 2**bits - 1] for number in range(together)], dim=-1)
+    byte = torch.arange(256, device="cpu")
+    fields = [byte >> number * 8 // together & 2**bits - 1 for number in range(together)]
+    table = torch.stack([centroids[field] for field in fields], dim=-1)
     padded = padded_width(width, bits)
     inverse = torch.nn.functional.pad(constants["rotation"].T, (0, 0, 0, padded - width))
     inverse = inverse.unflatten(0, (together, padded // together)).transpose(0, 1).flatten(0, 1)
@@ -101,9 +102,6 @@ class TurboQuantCodec(Codec):
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         # One look-up gives the centroids of all codes of a byte; `inverse` has its rows in the order that this gives.
-        index = packed.payload
-        if self.bits == 3:
-            low, high = unpack(index, padded_width(self.width, 3), 3).chunk(2, dim=-1)
-            index = low | high << 3
+        index = nibbles(packed.payload, padded_width(self.width, 3)) if self.bits == 3 else packed.payload
         spread = torch.nn.functional.embedding(index.int(), self.constants["table"]).flatten(-2)
         return (spread @ self.constants["inverse"]).mul_(packed.scales).to(dtype)

@@ -54,8 +54,19 @@ class WindowStore(CompositeStore):
             self.recent.append(tokens[:, :, leaving:])
 
     def read(self) -> Tensor:
-        filled = [part.read() for part in self.parts.values() if len(part)]
-        return filled[0] if len(filled) == 1 else torch.cat(filled, dim=2)
+        filled = [part for part in self.parts.values() if len(part)]
+        if len(filled) == 1:
+            return filled[0].read()
+        if any(part.read().requires_grad for part in (self.sink, self.recent) if len(part)):
+            return torch.cat([part.read() for part in filled], dim=2)
+        # Each part writes its tokens where they belong: a concatenation would copy the whole cache once more.
+        device = next(self.pieces()).tensor.device
+        out = torch.empty(self.batch, self.heads, len(self), self.width, dtype=self.dtype, device=device)
+        start = 0
+        for part in filled:
+            part.read_into(out[:, :, start : start + len(part)])
+            start += len(part)
+        return out
 
     def crop(self, count: int) -> None:
         for part in (self.recent, self.middle, self.sink):
