@@ -40,7 +40,7 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int) -> None:
     length = min(tokens, PROMPT_TOKENS)
     coded: dict[tuple, Packed] = {}
     for layer in cache.layers:
-        if not hasattr(layer, "update"):  # linear attention alone
+        if not hasattr(layer, "get_mask_sizes"):  # linear attention alone, or another layer's keys and values
             continue
         visible = layer.get_mask_sizes(length)[0]
         layer.update = partial(stretched, layer, layer.update, tokens, visible)

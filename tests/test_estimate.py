@@ -76,7 +76,15 @@ def qwen3_next() -> transformers.PretrainedConfig:
     )
 
 
-FAMILIES = [gemma3, phi3, neox, deepseek, qwen3_next]
+def gemma3n() -> transformers.PretrainedConfig:
+    """The last two layers read the keys and values of earlier ones."""
+    types = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    small = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 4}
+    shared = {"num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 5, "num_hidden_layers": 5}
+    return transformers.Gemma3nTextConfig(**{**TEXT, **shared}, **small, sliding_window=8, layer_types=types)
+
+
+FAMILIES = [gemma3, gemma3n, phi3, neox, deepseek, qwen3_next]
 
 
 def real_bytes(model: PreTrainedModel, cache: transformers.Cache, new_tokens: int = 1) -> int:
@@ -237,7 +245,7 @@ def test_command_shows_the_usual_storages(folders, capsys):
     ]
     assert error == ""
     out, error = output_of(capsys, folders / "compressed", "--tokens", 513)
-    assert names_of(out) == ["DynamicCache", "latents, float32", *(f"latents, {bits} bit" for bits in (8, 4, 2))]
+    assert names_of(out) == ["DynamicCache", "latents, bfloat16", *(f"latents, {bits} bit" for bits in (8, 4, 2))]
     assert error == "warning: 513 tokens are more than the 512 positions that the model was made for\n"
     assert len(names_of(output_of(capsys, folders / "neox")[0])) == 5
 
