@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from .quantizer_config import WHOLE_LAYER, LayerStorage
-from .storage import Store, clear_visible, make_static_store, make_store, static_stores
+from .storage import Store, append_both, clear_visible, make_static_store, make_store, static_stores
 
 
 class StoredMixin:
@@ -83,8 +83,11 @@ class StoredMixin:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         first = self.is_first_call()
-        self.key_store.append(key_states)
-        self.value_store.append(value_states)
+        if self.storage.key == self.storage.value and not self.storage.whole:
+            append_both(self.key_store, self.value_store, key_states, value_states)
+        else:
+            self.key_store.append(key_states)
+            self.value_store.append(value_states)
         return first and not self.storage.whole and self.storage.prefill == "exact"
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:

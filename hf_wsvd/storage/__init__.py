@@ -2,6 +2,7 @@
 
 from .build import check_static, make_static_store, make_store
 from .codec import Codec, Packed
+from .packed import append_both
 from .static import StaticStore, clear_visible, static_stores
 from .store import Piece, Store, id_of
 
@@ -12,6 +13,7 @@ __all__ = [
     "Piece",
     "StaticStore",
     "Store",
+    "append_both",
     "check_static",
     "clear_visible",
     "id_of",

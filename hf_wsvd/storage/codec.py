@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ class Codec(ABC):
         state: what the codec has to remember beside the tokens, by name (most schemes: nothing). A saved cache has it.
         constants: tensors that are alike for every codec of the kind (rotations, codebooks), filled by `to`.
     """
+
+    # Whether codes depend on `state`, and with it on what was encoded before.
+    stateful: ClassVar[bool] = False
 
     def __init__(self, width: int):
         self.width = width

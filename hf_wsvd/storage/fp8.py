@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,8 @@ class Fp8Codec(Codec):
 
     Larger numbers, infinities included, read as 448 scales; NaN reads as NaN, alone.
     """
+
+    stateful: ClassVar[bool] = True
 
     def encode(self, tokens: Tensor) -> Packed:
         tokens = tokens.float()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .packing import pack, packed_width, unpack
+from .packing import pack, packed_width, padded_width, unpack, unpack_into
 from .store import Piece, Store, check_like, check_names
 from .token_buffer import TokenBuffer
 from .whole import WholeStore
@@ -78,34 +78,31 @@ class KiviKeyStore(Store):
         self.scales.append(torch.cat([scale, zero], dim=-1))
 
     @torch.no_grad()
-    def _unpack(self, start: int, end: int, out: Tensor | None = None) -> Tensor:
-        """Packed tokens `start` to `end`, counted from the first group's first; in `out` if it is given.
-
-        `out` must begin and end with a group.
-        """
-        first, last = start // self.group_size, -(-end // self.group_size)
-        codes = unpack(
-            self.payload.view[:, :, first * self.group_size : last * self.group_size], self.width, self.bits
-        )
+    def _unpack(self, first: int, last: int, out: Tensor) -> None:
+        """Write the tokens of groups `first` to `last` into `out [B, H, n, width]`."""
+        payload = self.payload.view[:, :, first * self.group_size : last * self.group_size]
+        if padded_width(self.width, self.bits) == self.width:
+            unpack_into(payload, out, self.bits)
+        else:
+            out.copy_(unpack(payload, self.width, self.bits))
         scale, zero = self.scales.view[:, :, first:last, None].to(self.dtype).chunk(2, dim=-1)
-        scaled = codes.to(self.dtype).unflatten(2, (-1, self.group_size)).mul_(scale)
-        if out is not None:
-            return torch.add(scaled, zero, out=out.unflatten(2, (-1, self.group_size)))
-        tokens = scaled.add_(zero).flatten(2, 3)
-        return tokens[:, :, start - first * self.group_size : end - first * self.group_size]
+        out.unflatten(2, (-1, self.group_size)).mul_(scale).add_(zero)
+
+    def _empty(self, tokens: int) -> Tensor:
+        return self.scales.data.new_empty((self.batch, self.heads, tokens, self.width), dtype=self.dtype)
 
     def read(self) -> Tensor:
         if not len(self.payload):
             return self.recent.read()
-        packed = len(self.payload)
-        if not len(self.recent) or self.recent.read().requires_grad:
-            tokens = self._unpack(self.hidden, packed)
-            return torch.cat([tokens, self.recent.read()], dim=2) if len(self.recent) else tokens
-        out = self.scales.data.new_empty(
-            (self.batch, self.heads, packed + len(self.recent), self.width), dtype=self.dtype
-        )
-        self._unpack(0, packed, out[:, :, :packed])
-        out[:, :, packed:] = self.recent.read()
+        packed, recent = len(self.payload), len(self.recent)
+        gradients = recent > 0 and self.recent.read().requires_grad
+        # The newest tokens have their place behind the packed ones: a concatenation would copy all once more.
+        out = self._empty(packed if gradients else packed + recent)
+        self._unpack(0, len(self.scales), out[:, :, :packed])
+        if gradients:
+            out = torch.cat([out, self.recent.read()], dim=2)
+        elif recent:
+            out[:, :, packed:] = self.recent.read()
         return out[:, :, self.hidden :]
 
     def packed(self) -> dict[str, Tensor]:
@@ -125,7 +122,9 @@ class KiviKeyStore(Store):
             end = len(self.payload) - count
             kept = end - end % self.group_size
             start = max(kept, self.hidden)
-            again = self._unpack(start, end)
+            again = self._empty(self.group_size)
+            self._unpack(kept // self.group_size, kept // self.group_size + 1, again)
+            again = again[:, :, start - kept : end - kept]
             self.payload.crop(len(self.payload) - kept)
             self.scales.crop(len(self.scales) - kept // self.group_size)
             if kept <= self.hidden:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec, Packed
-from .packing import pack, unpack
+from .packing import pack, padded_width, unpack_into
 
 
 # Scales are fp16, and so may be what is read: this leaves room for the rounding of a scale.
@@ -63,7 +63,7 @@ class MinMaxCodec(Codec):
     def encode(self, tokens: Tensor) -> Packed:
         groups = tokens.float().unflatten(-1, self.group_shape)
         low, high = groups.aminmax(dim=-1, keepdim=True)
-        bad = low * 0 + high * 0  # NaN where the group has a non-finite number, else 0
+        bad = (high - low) * 0  # NaN where the group has a non-finite number, else 0
         low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
         if self.symmetric:
             scale = (torch.maximum(high, -low) / self.largest_level + bad).half()
@@ -71,9 +71,12 @@ class MinMaxCodec(Codec):
         else:
             scale, zero = ((high - low) / self.highest + bad).half(), (low + bad).half()
             scales, levels = torch.cat([scale, zero], dim=-2), groups - zero.float()
-        divisor = scale.float().masked_fill(scale == 0, torch.inf)
-        codes = (levels / divisor).add_(self.offset).div_(self.step).round_().clamp_(self.lowest, self.highest)
-        codes = codes.nan_to_num_(0).to(torch.int8 if self.signed else torch.uint8).view(torch.uint8)
+        # A scale of 0 reads as 0 times any code.
+        codes = levels / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
+        if self.offset:
+            codes = codes.add_(self.offset).div_(self.step)
+        codes = codes.round_().clamp_(self.lowest, self.highest).nan_to_num_(0)
+        codes = codes.to(torch.int8 if self.signed else torch.uint8).view(torch.uint8)
         return Packed(pack(codes.flatten(-2), self.bits), scales.squeeze(-1))
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -82,20 +85,26 @@ class MinMaxCodec(Codec):
         return out
 
     def decode_into(self, packed: Packed, out: Tensor) -> None:
-        dtype = out.dtype
-        codes = unpack(packed.payload, self.width, self.bits)
-        if self.signed:
-            codes = codes.view(torch.int8)
-        if self.offset:
-            codes = codes * self.step - self.offset
         # code * scale may lie beyond fp16 where the sum does not; bf16 has too few bits for the sum at 8 bits.
-        wide = dtype == torch.float16 or (dtype == torch.bfloat16 and self.bits == 8 and not self.symmetric)
-        values = codes.to(torch.float32 if wide else dtype).unflatten(-1, self.group_shape)
+        wide = out.dtype == torch.float16 or (out.dtype == torch.bfloat16 and self.bits == 8 and not self.symmetric)
+        padded = padded_width(self.width, self.bits)
+        # Computed in place wherever that can be: a cache-sized tensor more costs as much as an operation.
+        values = out
+        if wide or padded != self.width:
+            dtype = torch.float32 if wide else out.dtype
+            values = out.new_empty((*out.shape[:-1], padded), dtype=dtype)
+        if self.bits == 8:
+            values.copy_(packed.payload.view(torch.int8) if self.signed else packed.payload)
+        else:
+            unpack_into(packed.payload, values, self.bits)
+        groups = values[..., : self.width].unflatten(-1, self.group_shape)
         scales = packed.scales.to(values.dtype).unsqueeze(-1)
-        # The last operation writes where the result is to lie, and casts where it was computed in fp32.
-        out = out.unflatten(-1, self.group_shape)
         if self.symmetric:
-            torch.mul(values, scales, out=out)
+            if self.offset:
+                groups.mul_(self.step).sub_(self.offset)
+            groups.mul_(scales)
         else:
             scale, zero = scales.chunk(2, dim=-2)
-            torch.add(values.mul_(scale), zero, out=out)
+            groups.mul_(scale).add_(zero)
+        if values is not out:
+            out.copy_(values[..., : self.width])

@@ -51,18 +51,25 @@ def unpack(packed: Tensor, width: int, bits: int) -> Tensor:
     Raises:
         ValueError: bits other than 8, 4, 3 and 2.
     """
-    padded = padded_width(width, bits)
     if bits == 8:
         return packed
+    codes = packed.new_empty((*packed.shape[:-1], padded_width(width, bits)))
+    unpack_into(packed, codes, bits)
+    return codes[..., :width]
+
+
+def unpack_into(packed: Tensor, codes: Tensor, bits: int) -> None:
+    """Write what `unpack` gives into `codes [..., padded_width(width, bits)]`, of any dtype; bits 4, 3 or 2.
+
+    Slices of one output take a third of what `torch.cat` takes on a CPU, and convert on the way.
+    """
     if bits == 3:
-        packed, bits = nibbles(packed, padded), 4
-    # Slices of one output: three times as fast as torch.cat on a CPU.
-    codes = packed.new_empty((*packed.shape[:-1], padded))
+        packed, bits = nibbles(packed, codes.shape[-1]), 4
     parts = codes.chunk(8 // bits, dim=-1)
     for number, part in enumerate(parts):
         run = packed >> number * bits if number else packed
-        part.copy_(run if number == len(parts) - 1 else run & 2**bits - 1)
-    return codes if padded == width else codes[..., :width]
+        run = run if number == len(parts) - 1 else run & 2**bits - 1
+        part.copy_(run.view(torch.int8))  # half the time of uint8
 
 
 def nibbles(packed: Tensor, padded: int) -> Tensor:
