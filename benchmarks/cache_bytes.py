@@ -56,14 +56,15 @@ MEMORY_ROWS = [
     Setting("WSVDCache", {"bits": 8}),
     Setting("QuantizedCache", {"backend": "hqq", "nbits": 4}),
     Setting("QuantizedCache", {"backend": "quanto", "nbits": 4}),
+    Setting("WSVDCache", {"scheme": "minmax", "bits": 4}),
     Setting("WSVDCache", {"bits": 4}),
     Setting("WSVDCache", {"scheme": "kivi", "bits": 4}),
     Setting("QuantizedCache", {"backend": "hqq", "nbits": 2}),
     Setting("QuantizedCache", {"backend": "quanto", "nbits": 2}),
+    Setting("WSVDCache", {"scheme": "minmax", "bits": 2}),
     Setting("WSVDCache", {"bits": 2}),
     Setting("WSVDCache", {"scheme": "kivi", "bits": 2}),
 ]
-TURN_ROWS = [Setting("WSVDCache", {"scheme": "minmax", "bits": bits}) for bits in (4, 2)]
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -74,7 +75,21 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "tie_word_embeddings": False,
 }
-MODELS = {"smollm2": f"{GGUF} of {REQUIREMENT}", "llama-8b": "random weights in the shape of Llama-3.1-8B"}
+SIX_LAYERS = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 1 << 17,
+}
+RANDOM = {"llama-8b": LLAMA_8B, "six-layers": SIX_LAYERS}
+MODELS = {
+    "smollm2": f"{GGUF} of {REQUIREMENT}",
+    "llama-8b": "random weights in the shape of Llama-3.1-8B",
+    "six-layers": "random weights in the shape of six layers of SmolLM2-135M",
+}
 
 
 def main() -> None:
@@ -196,7 +211,7 @@ def row(arguments: argparse.Namespace) -> None:
     if arguments.model == "smollm2":
         model = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype).to(device).eval()
     else:
-        model = random_model(LlamaConfig(**LLAMA_8B), dtype, device)
+        model = random_model(LlamaConfig(**RANDOM[arguments.model]), dtype, device)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, 40_000, (1, arguments.prompt_tokens), generator=generator).to(device)
     decoded(model, setting, ids[:, :WARMUP_TOKENS], WARMUP_STEPS)
@@ -226,12 +241,10 @@ def row(arguments: argparse.Namespace) -> None:
 def turns(arguments: argparse.Namespace) -> None:
     """One decode step of each cache after the other, again and again."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 1000}
-    config = LlamaConfig(**shape, num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=1 << 17)
-    model = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype)).to(arguments.device).eval()
+    model = random_model(LlamaConfig(**SIX_LAYERS), getattr(torch, arguments.dtype), torch.device(arguments.device))
     ids = torch.randint(1000, (1, arguments.prompt_tokens)).to(arguments.device)
     caches: dict[Setting, Cache] = {}
-    for setting in chosen(arguments, [*MEMORY_ROWS, *TURN_ROWS]):
+    for setting in chosen(arguments, MEMORY_ROWS):
         try:
             cache = setting.make(model)
         except (ImportError, ValueError) as error:  # a backend that is not installed
@@ -264,7 +277,7 @@ def turns(arguments: argparse.Namespace) -> None:
         "command": command_line("cache_bytes.py"),
         "environment": environment(arguments.device),
         "versions": versions("optimum-quanto", "hqq"),
-        "model": f"random weights in the shape of six layers of SmolLM2-135M, {arguments.dtype}",
+        "model": f"{MODELS['six-layers']}, {arguments.dtype}",
         "prompt_tokens": arguments.prompt_tokens,
         "rows": rows,
     }

@@ -65,6 +65,8 @@ def unpack_into(packed: Tensor, codes: Tensor, bits: int) -> None:
     """
     if bits == 3:
         packed, bits = nibbles(packed, codes.shape[-1]), 4
+    elif bits == 2:  # the same: runs of half the width are twice as fast to write as four of a quarter
+        packed, bits = torch.cat([packed & 0x33, (packed >> 2).bitwise_and_(0x33)], dim=-1), 4
     parts = codes.chunk(8 // bits, dim=-1)
     for number, part in enumerate(parts):
         run = packed >> number * bits if number else packed
