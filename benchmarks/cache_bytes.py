@@ -293,7 +293,7 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
     rotary = model.model.rotary_emb
-    model.model.rotary_emb = type(rotary)(config=config, device=device)  # its frequencies are no parameters
+    model.model.rotary_emb = type(rotary)(config).to(device)  # its frequencies are no parameters
     return model.eval()
 
 
