@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausa
 from transformers.utils import logging
 
 from cache_settings import QUANTIZED, REFERENCE, SCHEMES, Setting, dense_elements, size_of
+from hf_wsvd import WSVDCache
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
@@ -146,13 +147,17 @@ def bits_row(model: PreTrainedModel, setting: Setting, tokens: int) -> dict[str,
     with torch.no_grad():
         for piece in steps:
             model(**{"input_ids": piece, "use_cache": True, "logits_to_keep": 1, CACHE_ARGUMENT: cache})
-    size = size_of(cache)
-    return {
+    size, elements = size_of(cache), dense_elements(model, tokens)
+    row = {
         **described(setting),
         "head_dim": model.config.head_dim,
         "cache_bytes": size,
-        "bits_per_element": 8 * size / dense_elements(model, tokens),
+        "bits_per_element": 8 * size / elements,
     }
+    if isinstance(cache, WSVDCache):  # which can say what it is made of
+        report = cache.memory_report()
+        row["bits_of_codes_and_scales"] = 8 * (report.sum("payload") + report.sum("scales")) / elements
+    return row
 
 
 def described(setting: Setting) -> dict[str, Any]:

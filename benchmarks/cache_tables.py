@@ -18,11 +18,21 @@ HEADLINES = {
 def cache_bytes(results: dict[str, Any]) -> str:
     """Bits an element by cache and width of a head."""
     widths = sorted({row["head_dim"] for row in results["rows"]})
-    bits = {(row["label"], row["head_dim"]): f"{row['bits_per_element']:.2f}" for row in results["rows"]}
+    kinds = {"all": "bits_per_element", "codes and scales": "bits_of_codes_and_scales"}
+    cells = {
+        (row["label"], row["head_dim"], kind): f"{row[kind]:.2f}"
+        for row in results["rows"]
+        for kind in kinds.values()
+        if kind in row
+    }
+    columns = [(width, kind) for width in widths for kind in kinds]
     labels = dict.fromkeys(row["label"] for row in results["rows"])
-    lines = [[label, *(bits.get((label, width), "") for width in widths)] for label in labels]
-    note = f"{results['model']}; {results['tokens']:,} tokens"
-    return with_note(markdown_table(["bits an element", *(f"width {w}" for w in widths)], lines), note, results)
+    lines = [[label, *(cells.get((label, w, kinds[kind]), "") for w, kind in columns)] for label in labels]
+    note = (
+        f"{results['model']}; {results['tokens']:,} tokens; all: with windows, constants and memory for tokens to come"
+    )
+    header = ["bits an element", *(f"width {width}, {kind}" for width, kind in columns)]
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def cache_memory(results: dict[str, Any]) -> str:

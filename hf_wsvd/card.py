@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,13 +21,16 @@ from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedModel
 from transformers.utils import logging
 
 from .attention import bound_layers
+from .cache import model_cache_config
 from .decoder import decoder_attentions
+from .estimate import estimate_memory
 from .self_check import self_check_of
 from .version import __version__
 
 
 logger = logging.get_logger(__name__)
 
+PACKED_TOKENS = 4096
 TAGS = ["hf_wsvd", "wsvd", "low-rank", "kv-cache"]
 BLOCK_START, BLOCK_END = "<!-- hf_wsvd:start -->", "<!-- hf_wsvd:end -->"
 GENERATED_BLOCK = re.compile(re.escape(BLOCK_START) + ".*?" + re.escape(BLOCK_END), re.DOTALL)
@@ -150,6 +154,9 @@ def model_card(
         processor_id=base_model if base_model and not with_processor else repo_id,
         metrics=rows,
         kv_bytes={name: (kv_bytes or kv_bytes_per_token(model))[name] for name in ("dense", "compressed")},
+        latent=any(layout is not None for layout in config.key_layout),
+        cache=None if config.cache is None else json.dumps(config.cache.to_dict()),
+        packed_tokens=PACKED_TOKENS,
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
         v_ranks=describe_ranks(_cached_ranks(config.v_rank, config.key_layout)),
@@ -223,8 +230,14 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
     """Bytes that one token adds to the cache of one sequence, over all decoder layers: dense, and with the latents.
 
     The rotary rows that latent layers share count, with `head_dim` numbers a token and kind of rotation (a model that
-    rotates a part of each head holds fewer).
+    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included.
     """
+    if model_cache_config(model) is not None:
+        estimate = estimate_memory(model, PACKED_TOKENS)
+        return {
+            "dense": estimate.dense_cache_bytes // PACKED_TOKENS,
+            "compressed": estimate.cache_bytes // PACKED_TOKENS,
+        }
     latent = bound_layers(model)
     dense = compressed = 0
     rows = {}

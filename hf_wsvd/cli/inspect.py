@@ -6,11 +6,14 @@ from typing import Annotated, Any
 
 import typer
 from huggingface_hub import HfApi
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ..auto_class import auto_class_of
+from ..card import PACKED_TOKENS
+from ..estimate import estimate_memory
 from ..evaluate.cache_size import cache_size
 from ..evaluate.tables import text_table
+from ..quantizer_config import CacheConfig
 from ..self_check import PARTS
 from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
 from ..verification import verify as verify_model
@@ -72,9 +75,25 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         "architecture": ", ".join(config.architectures or ["unknown"]),
         "quantization_config": quantization,
         "cache": size.to_dict(),
+        "packed_cache": packed_cache(config),
         "summary": size.summary(),
         "self_check": self_check(model, revision, present.get(SELF_CHECK_FILE)),
         "files": present,
+    }
+
+
+def packed_cache(config: PretrainedConfig) -> dict[str, Any] | None:
+    """How the caches that the model makes by itself are packed, and what they take; None if they are not."""
+    quantization = config.quantization_config
+    options = quantization.get("cache") if isinstance(quantization, dict) else quantization.cache
+    if options is None:
+        return None
+    estimate = estimate_memory(config, PACKED_TOKENS)
+    return {
+        "config": CacheConfig.parse(options).to_dict(),
+        "tokens": PACKED_TOKENS,
+        "bytes_per_token": estimate.cache_bytes // PACKED_TOKENS,
+        "share_of_dense": estimate.share_of_dense,
     }
 
 
@@ -119,6 +138,12 @@ def text(description: dict[str, Any]) -> str:
         ranks = "dense" if layout is None else f"K {k_rank}, V {v_rank} of {cache['head_dim']}, key layout {layout}"
         lines.append(f"  {span:>7}  {ranks}: {size:,} bytes a token (dense {dense:,})")
     lines.append(f"  rotary rows, shared by the layers: {cache['rotary_bytes']:,} bytes a token")
+    packed = description["packed_cache"]
+    if packed is not None:
+        lines.append(
+            f"  packed as {json.dumps(packed['config'])}: {packed['bytes_per_token']:,} bytes a token in all, "
+            f"{packed['share_of_dense']:.1%} of dense, at {packed['tokens']:,} tokens"
+        )
     lines += ["", "fit", *(f"  {line}" for line in fit_lines(quantization))]
     info = quantization.get("calibration_info") or {}
     lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]
