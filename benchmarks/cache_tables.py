@@ -83,6 +83,33 @@ def cache_quality(results: dict[str, Any]) -> str:
     return with_note("\n\n".join(paragraphs), f"{note}; {results['dtype']}", results)
 
 
+SUMMARY = {
+    "dense": ["DynamicCache", "minmax 8 bit", "hadamard 4 bit", "hadamard 3 bit", "hadamard 2 bit"],
+    "latent": ["DynamicCache", "minmax 8 bit", "minmax 4 bit", "minmax 3 bit", "minmax 2 bit"],
+}
+
+
+def cache_quality_summary(results: dict[str, Any]) -> str:
+    """What `WSVDCache(model, bits=...)` takes and costs, dense and over latents."""
+    names = {"dense": "keys and values", "latent": "latents, rank ratio 0.5"}
+    lines = []
+    for kind, labels in SUMMARY.items():
+        for label in labels:
+            rows = {
+                (row["task"], row["metric"]): row
+                for row in results["rows"]
+                if row["cache"] == kind and row["label"] == label
+            }
+            answers = rows["vlm", "accuracy_mean"]
+            cells = [f"{answers['bits_per_element']:.2f}", number(100 * answers["value"])]
+            cells.append(number(rows["wikipedia", "perplexity_wikipedia"]["value"]))
+            setting = "16 bit" if label == "DynamicCache" else " ".join(label.split()[1:])
+            lines.append([f"{names[kind]}, {setting}", *cells])
+    header = ["", "bits an element of the dense cache", "right answers, %", "perplexity"]
+    note = "Measuring model (right answers, scales and room to grow counted) and SmolLM2 on Wikipedia (perplexity)"
+    return with_note(markdown_table(header, lines), note, results)
+
+
 def quality_cells(row: dict[str, Any], scale: float) -> tuple[str, str]:
     """Bits, and value ± standard error."""
     return (

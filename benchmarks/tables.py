@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cache_tables import cache_bytes, cache_memory, cache_quality
+from cache_tables import cache_bytes, cache_memory, cache_quality, cache_quality_summary
 from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
 from hf_wsvd.evaluate.tables import markdown_table
 from record import with_note
@@ -93,6 +93,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cache_memory_cpu": cache_memory,
     "cache_memory_h200": cache_memory,
     "cache_quality": cache_quality,
+    "cache_quality_summary": cache_quality_summary,
     "fit_vlm_summary": fit_summary,
     "fit_smollm2_summary": fit_summary,
 }
