@@ -93,8 +93,8 @@ def estimate_memory(
         bits, cache_config, fields, max_cache_len: as for `WSVDCache`.
         rank_ratio: what if a dense model were compressed to this share of `head_dim`.
         dtype: of the weights; None: that of the model or config, else bfloat16.
-        decoding: False: right after a prompt of `tokens`, when no memory is spare, and a sliding layer still has the
-            prompt in memory; True: after one of `tokens - 1` and a token more, with up to 1/64 spare for the next.
+        decoding: False: right after a prompt of `tokens`, when little memory is spare; True: after one of `tokens - 1`
+            and a token more, with up to 1/64 spare for the next.
         revision: of a Hub repository.
 
     Raises:

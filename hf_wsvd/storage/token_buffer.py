@@ -66,8 +66,15 @@ class TokenBuffer:
         self.end = max(self.start, self.end - tokens)
 
     def keep_last(self, tokens: int) -> None:
-        """Drop all but the last `tokens` tokens; their memory is reused when the buffer next moves."""
+        """Drop all but the last `tokens` tokens.
+
+        Their memory is reused when the buffer next moves, or freed now where it is the greater part (a prompt much
+        longer than a sliding window).
+        """
         self.start = max(self.start, self.end - tokens)
+        if self.start > len(self) > 0:
+            self.data = self.view.clone(memory_format=torch.contiguous_format)
+            self.start, self.end = 0, self.data.shape[-2]
 
     def select_batch(self, index: Tensor | list[int] | slice) -> None:
         """Keep rows `index` of the batch, in that order (boolean masks and slices too); the slack stays."""
