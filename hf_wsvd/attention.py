@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from .call import LatentCall, active_call, set_active_call
 from .compat import cache_of
-from .decoder import decoder_attentions
+from .decoder import decoder_attentions, decoder_of
 from .kernels import latent_attention
 from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
@@ -140,7 +140,7 @@ def implementation_for(model: PreTrainedModel) -> str:
 
     A softcap on the scores forces eager: sdpa of transformers before 5.21 drops it silently.
     """
-    config = model.get_decoder().config
+    config = decoder_of(model).config
     present = config._attn_implementation
     eager = present in ("eager", "wsvd_eager") or getattr(config, "attn_logit_softcapping", None) is not None
     name = "wsvd_eager" if eager else "wsvd"

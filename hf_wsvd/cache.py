@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
-from .decoder import decoder_attentions
+from .decoder import decoder_attentions, own_cache_class
 from .fingerprint import ModelReference
 from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
@@ -66,6 +66,9 @@ class WSVDCache(Cache):
                 f"WSVDCache: {type(model).__name__} is an encoder-decoder model, whose cross attention this cache "
                 "does not hold; use the cache of transformers"
             )
+        own = own_cache_class(model)
+        if own is not None:
+            raise ValueError(f"WSVDCache: {type(model).__name__} takes no cache but its own {own.__name__}")
         counts = isinstance(max_cache_len, int) and not isinstance(max_cache_len, bool) and max_cache_len > 0
         if max_cache_len is not None and not counts:
             raise ValueError(
@@ -159,16 +162,21 @@ def stored_layers(
     from .attention import bound_layers
 
     latent = bound_layers(model)
-    layers, untouched = [], []
+    layers, packed, untouched = [], [], []
     for number, layer in enumerate(stock):
         storage = cache_config.storage(number, len(stock), number in latent)
         new = upgraded(layer, number in latent, storage)
-        if new is None and isinstance(layer, CacheLayerMixin) and not storage.whole:
-            untouched.append(number)
+        if not storage.whole:
+            if new is not None:
+                packed.append(number)
+            elif isinstance(layer, CacheLayerMixin):
+                untouched.append(number)
         layers.append(new or layer)
     check_widths(model, layers)
-    if untouched and len(untouched) == len(stock):
-        raise ValueError(f"WSVDCache: no layer of {type(model).__name__} can be packed ({type(stock[0]).__name__})")
+    kinds = sorted({type(layer).__name__ for layer in layers})
+    wanted = any(not cache_config.storage(number, len(stock), False).whole for number in range(len(stock)))
+    if wanted and not packed:
+        raise ValueError(f"WSVDCache: no layer of {type(model).__name__} can be packed ({', '.join(kinds)})")
     if untouched:
         kinds = sorted({type(stock[number]).__name__ for number in untouched})
         logger.warning(f"hf_wsvd: decoder layers {untouched} keep the model's dtype: {', '.join(kinds)} is not packed")

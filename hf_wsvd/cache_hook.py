@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from .compat import CACHE_ARGUMENT, cache_of
+from .cache import WSVDCache
+from .compat import CACHE_ARGUMENT, CACHE_ARGUMENTS
+from .decoder import decoder_of
 from .quantizer_config import CacheConfig, LayerStorage
 from .upgrade import create_layers, upgraded
 
 
 class CacheHook:
-    """What the hook of a decoder knows: the storage of the layers that hold dense keys and values."""
+    """What the hook of a decoder knows.
 
-    def __init__(self, storages: dict[int, LayerStorage]):
-        self.storages = storages
+    Attributes:
+        storages: of the layers that hold dense keys and values.
+        position: of the cache among the positional arguments of the decoder's forward.
+    """
+
+    def __init__(self, storages: dict[int, LayerStorage], position: int):
+        self.storages, self.position = storages, position
         self.handle: Any = None
 
 
@@ -27,39 +35,46 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
         latent: layers that hold latents, which their own hooks take care of.
 
     Raises:
-        ValueError: layer numbers that the decoder does not have.
+        ValueError: as `WSVDCache` of this config.
     """
-    decoder = model.get_decoder()
+    WSVDCache(model, cache_config=cache_config)  # whatever is wrong with it shows now and not at the first token
+    decoder = decoder_of(model)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     storages = {
         number: cache_config.storage(number, layers, False) for number in range(layers) if number not in latent
     }
     packed = {number: storage for number, storage in storages.items() if not storage.whole}
-    if packed:
-        decoder._wsvd_cache = CacheHook(packed)
+    names = list(inspect.signature(decoder.forward).parameters)
+    if packed and CACHE_ARGUMENT in names:
+        decoder._wsvd_cache = CacheHook(packed, names.index(CACHE_ARGUMENT))
         decoder._wsvd_cache.handle = decoder.register_forward_pre_hook(pack_dense_layers, with_kwargs=True)
 
 
 def remove_cache_hook(model: PreTrainedModel) -> None:
     """Undo `install_cache_hook`; nothing where it was not installed."""
-    hook = vars(model.get_decoder()).pop("_wsvd_cache", None)
+    hook = vars(decoder_of(model)).pop("_wsvd_cache", None)
     if hook is not None:
         hook.handle.remove()
 
 
 def pack_dense_layers(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Pre-hook of the decoder: replace stock layers that are still empty, in the given cache or in a new one."""
-    cache = cache_of(kwargs)
+    hook = decoder._wsvd_cache
+    name = next((name for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), CACHE_ARGUMENT)
+    positional = len(args) > hook.position
+    cache = args[hook.position] if positional else kwargs.get(name)
     if cache is None:
         use_cache = kwargs.get("use_cache")
         if not (getattr(decoder.config, "use_cache", True) if use_cache is None else use_cache):
             return None
         cache = DynamicCache(config=decoder.config)  # as the decoder itself would
-        kwargs = {**kwargs, CACHE_ARGUMENT: cache}
+        if positional:
+            args = (*args[: hook.position], cache, *args[hook.position + 1 :])
+        else:
+            kwargs = {**kwargs, name: cache}
     if isinstance(cache, Cache):
-        storages = decoder._wsvd_cache.storages
-        create_layers(cache, max(storages) + 1)
-        for number, storage in storages.items():
+        create_layers(cache, max(hook.storages) + 1)
+        for number, storage in hook.storages.items():
             if number < len(cache.layers):  # layers that share another one's keys have none of their own
                 cache.layers[number] = upgraded(cache.layers[number], False, storage) or cache.layers[number]
     return args, kwargs

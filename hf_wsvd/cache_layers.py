@@ -13,9 +13,13 @@ from transformers.cache_utils import (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.utils import logging
 
 from .quantizer_config import WHOLE_LAYER, LayerStorage
 from .storage import Store, append_both, clear_visible, make_static_store, make_store, static_stores
+
+
+logger = logging.get_logger("hf_wsvd")
 
 
 class StoredMixin:
@@ -83,6 +87,10 @@ class StoredMixin:
             self.lazy_initialization(key_states, value_states)
         self._check(key_states, value_states)
         first = self.is_first_call()
+        if not self.storage.whole and key_states.requires_grad and not (first and self.storage.prefill == "exact"):
+            logger.warning_once(
+                "hf_wsvd: a packed cache passes no gradients to the keys and values that it holds: train without cache"
+            )
         if self.storage.key == self.storage.value and not self.storage.whole:
             append_both(self.key_store, self.value_store, key_states, value_states)
         else:

@@ -34,7 +34,8 @@ from .upgrade import share_rows
 if TYPE_CHECKING:
     from .cache import WSVDCache
 
-LARGEST_HEADS = LARGEST_WIDTH = 4096  # where the model does not tell: constants of a codec grow with its width
+# Where the model does not tell: a codec's constants grow with the square of its width.
+LARGEST_HEADS, LARGEST_WIDTH, MOST_WIDTHS = 4096, 1024, 4
 
 
 def load_cache(
@@ -68,6 +69,14 @@ def fill(
     records = header.get("layers")
     expect(isinstance(records, list) and len(records) == len(cache.layers), "another number of layers")
     attentions = {attention.layer: attention for attention in decoder_attentions(model)}
+    sides = [
+        record.get(side)
+        for number, record in enumerate(records)
+        if number not in attentions and isinstance(record, dict)
+        for side in SIDES
+    ]
+    widths = {str(side.get("width"))[:20] for side in sides if isinstance(side, dict)}
+    expect(len(widths) <= MOST_WIDTHS, f"heads have {len(widths)} different widths")
     for number, (layer, record) in enumerate(zip(cache.layers, records)):
         check_kind(number, layer, record)
         if record["record_past"]:

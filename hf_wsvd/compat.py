@@ -16,6 +16,10 @@ _VERSION = Version(Version(transformers.__version__).base_version)
 CACHE_ARGUMENT = "cache" if Version("5.24") <= _VERSION else "past_key_values"
 
 
+# The same, and the name that callers of older code may still give.
+CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE_ARGUMENT, "past_key_values")))
+
+
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """The cache among the keyword arguments of an attention layer's forward."""
     return kwargs.get(CACHE_ARGUMENT)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .modules import LatentProjection
 
@@ -47,17 +48,33 @@ class DecoderAttention:
         return heads if plain and projection.in_features == self.module.k_proj.in_features else 0
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The text decoder: what `get_decoder` gives, or the base model of families whose `get_decoder` gives a layer."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
+def own_cache_class(model: PreTrainedModel) -> type[Cache] | None:
+    """The kind of cache that a family brings along in its modeling file and takes no other for; None for most."""
+    decoder = decoder_of(model)
+    module = sys.modules[type(decoder).__module__]
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Cache) and value.__module__ == module.__name__:
+            return value
+    return None
+
+
 def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:
     """Attention layers of the text decoder with separate key and value projections, in layer order.
 
-    Vision towers are left out (their attention has a `k_proj` too): only `model.get_decoder()` is looked at.
+    Vision towers are left out (their attention has a `k_proj` too): only the text decoder is looked at.
 
     Raises:
         ValueError: for an encoder-decoder model, whose cross attention holds no growing cache.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder model; hf_wsvd compresses decoders only")
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     found = []
     for name, module in decoder.named_modules():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .decoder import decoder_attentions, decoder_shape
+from .decoder import decoder_attentions, decoder_of, decoder_shape
 from .modules import LatentProjection
 from .tensor_file import expect
 
@@ -48,7 +48,7 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     Loads of one checkpoint in fp32 and in bf16 agree. Takes milliseconds, for no parameter is read as a whole: see
     `weight_digests`.
     """
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     config = model.config.get_text_config(decoder=True).to_dict()
     related = {name: value for name, value in config.items() if name not in UNRELATED and not name.startswith("_")}
     facts = {

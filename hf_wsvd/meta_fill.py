@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .cache_layers import StoredMixin
 from .call import LatentCall, active_call
 from .compat import CACHE_ARGUMENT
+from .decoder import decoder_of
 from .latent_layers import LatentMixin
 from .storage import Codec, Packed, Store
 
@@ -50,7 +51,7 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int) -> None:
             layer.new_store = partial(quick_store, layer, layer.new_store, coded)
     inputs = torch.zeros(batch, length, dtype=torch.long, device="meta")
     try:
-        model.get_decoder()(input_ids=inputs, use_cache=True, **{CACHE_ARGUMENT: cache})
+        decoder_of(model)(input_ids=inputs, use_cache=True, **{CACHE_ARGUMENT: cache})
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"{type(model).__name__} cannot run without weights ({str(error).splitlines()[0]}): fill a cache of the "

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from .auto_class import auto_class_of
 from .call import key_norm_module
-from .decoder import decoder_attentions, decoder_shape
+from .decoder import decoder_attentions, decoder_of, decoder_shape
 from .quantizer_config import KeyLayout, WSVDConfig
 from .surgery import bind_all, insert_empty, unbind_all
 
@@ -116,7 +116,7 @@ def uniform_config(model: PreTrainedModel, rank_ratio: float) -> WSVDConfig:
     """
     config = WSVDConfig(rank_ratio=rank_ratio, rank_allocation="uniform", refinement="none")
     config.decoder_shape = decoder_shape(model)
-    rotation = "halves" if any("rotary" in name for name, _ in model.get_decoder().named_modules()) else "none"
+    rotation = "halves" if any("rotary" in name for name, _ in decoder_of(model).named_modules()) else "none"
     config.key_layout = [None] * model.config.get_text_config(decoder=True).num_hidden_layers
     for attention in decoder_attentions(model):
         norm = "none" if key_norm_module(attention.module) is None else "before"

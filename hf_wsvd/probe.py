@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from .call import set_active_call
 from .compat import CACHE_ARGUMENT
-from .decoder import DecoderAttention, evaluation_mode
+from .decoder import DecoderAttention, decoder_of, evaluation_mode
 from .kernels import LatentHeads
 from .quantizer_config import KeyLayout
 from .rope import find_key_layout, relative_error
@@ -54,7 +54,7 @@ class RecordingCache(DynamicCache):
 
 def probe_tokens(model: PreTrainedModel, count: int = PROBE_TOKENS) -> Tensor:
     """Different token ids (where the vocabulary holds that many), `[1, count]`, where the decoder's embedding is."""
-    embedding = model.get_decoder().get_input_embeddings()
+    embedding = decoder_of(model).get_input_embeddings()
     return torch.arange(1, count + 1, device=embedding.weight.device)[None] % embedding.num_embeddings
 
 
@@ -75,7 +75,7 @@ def probe_key_layouts(model: PreTrainedModel, attentions: list[DecoderAttention]
     cache = RecordingCache(model.config.get_text_config(decoder=True))
     try:
         with evaluation_mode(model):
-            model.get_decoder()(input_ids=probe_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache})
+            decoder_of(model)(input_ids=probe_tokens(model), use_cache=True, **{CACHE_ARGUMENT: cache})
     finally:
         for handle in handles:
             handle.remove()

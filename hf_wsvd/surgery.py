@@ -14,7 +14,7 @@ from .attention import bind, implementation_for, unbind
 from .cache_hook import install_cache_hook, remove_cache_hook
 from .calibration import Statistics, collect_statistics, default_calibration, given_statistics, is_statistics
 from .call import key_norm_module
-from .decoder import decoder_attentions, decoder_shape
+from .decoder import decoder_attentions, decoder_of, decoder_shape
 from .fit import Fit, fitted
 from .modules import LatentProjection
 from .probe import probe_key_layouts
@@ -61,7 +61,7 @@ def fit_latents(
             fisher=config.refinement == "fisher",
             keep_answers=config.refinement == "distillation",
         )
-    implementation = model.get_decoder().config._attn_implementation
+    implementation = decoder_of(model).config._attn_implementation
     dense = None
     if config.self_check != "none":
         dense = recorded_dense_side(statistics, config.self_check) or measured_dense_side(model)
@@ -70,7 +70,7 @@ def fit_latents(
             settle(model, config, fit, dense, statistics.info)
         except BaseException:
             unbind_all(model)
-            model.get_decoder().set_attn_implementation(implementation)
+            decoder_of(model).set_attn_implementation(implementation)
             vars(model).pop("_wsvd_self_check", None)
             raise
         fit.keep()
@@ -180,15 +180,16 @@ def bind_all(
         ValueError: storage that the model's layers cannot have.
     """
     unbind_all(model)
-    cache = CacheConfig() if cache is None else cache
+    packed, cache = cache is not None, CacheConfig() if cache is None else cache
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for target in chosen:
         layer = target.attention.layer
         storage = cache.storage(layer, layers, layouts[layer] is not None)
         bind(target.attention.module, layer, layouts[layer], storage)
-    install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
+    if packed:
+        install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
     if chosen:
-        model.get_decoder().set_attn_implementation(implementation_for(model))
+        decoder_of(model).set_attn_implementation(implementation_for(model))
 
 
 def unbind_all(model: PreTrainedModel) -> None:
@@ -201,7 +202,7 @@ def unbind_all(model: PreTrainedModel) -> None:
 
 def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     """Turn a compressed model into a plain dense one with the weights `U_h D_h`."""
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
     unbind_all(model)
     for attention in decoder_attentions(model):

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from .compat import CACHE_ARGUMENT
-from .decoder import DecoderAttention, evaluation_mode
+from .decoder import DecoderAttention, decoder_of, evaluation_mode
 from .latent_layers import LatentMixin
 from .probe import PROBE_TOKENS, probe_tokens
 from .rope import relative_error
@@ -56,7 +56,7 @@ def layers_that_need_keys(model: PreTrainedModel, attentions: list[DecoderAttent
     """
     trial, tokens = Trial(), probe_tokens(model)
     handles = [a.module.register_forward_hook(partial(trial.compare, a.layer)) for a in attentions]
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     reason = ""
     try:

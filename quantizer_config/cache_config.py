@@ -120,12 +120,16 @@ class CacheConfig:
             for head in heads:
                 self._count("skip_heads", head)
         self.layers = self._by_layer("layers", self.layers, dict, "a dict of fields")
+        self._check_windows(self.scheme, self.group_size)
+        self._check_use()
         for number, fields in (self.layers or {}).items():
             unknown = set(fields) - set(LAYER_FIELDS)
             if unknown:
                 self._fail(f"layers[{number}]", fields, f"a dict with keys of {LAYER_FIELDS}")
             try:
-                self._check_fields(self._fields_of(number))
+                fields = self._fields_of(number)
+                self._check_fields(fields)
+                self._check_windows(fields["scheme"], fields["group_size"])
             except ValueError as error:
                 raise ValueError(str(error).replace("CacheConfig: ", f"CacheConfig: layers[{number}]: ", 1)) from None
 
@@ -136,7 +140,7 @@ class CacheConfig:
             return value
         if not isinstance(value, dict):
             allowed = "a CacheConfig, a dict of its fields, or None"
-            raise ValueError(f"WSVDConfig: cache={value!r} is not allowed; allowed: {allowed}")
+            raise ValueError(f"CacheConfig: cache={value!r:.200} is not allowed; allowed: {allowed}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in known:
@@ -168,6 +172,9 @@ class CacheConfig:
             self._within("skip_heads", number, layers): heads for number, heads in (self.skip_heads or {}).items()
         }
         own = {self._within("layers", number, layers): number for number in self.layers or {}}
+        for field, named, given in (("skip_heads", whole, self.skip_heads), ("layers", own, self.layers)):
+            if len(named) < len(given or {}):
+                self._fail(field, given, f"each of the {layers} decoder layers once")
         if layer in skipped:
             return WHOLE_LAYER
         fields = self._fields_of(own.get(layer))
@@ -217,10 +224,26 @@ class CacheConfig:
             self._count("group_size", fields["group_size"], 1)
             if scheme is not None and scheme not in GROUPED_SCHEMES:
                 self._fail("group_size", fields["group_size"], f"None with scheme={scheme!r}")
-        if fields["symmetric"] not in (None, True, False):
+        if fields["symmetric"] is not None and not isinstance(fields["symmetric"], bool):
             self._fail("symmetric", fields["symmetric"], "true, false or None")
         if fields["symmetric"] is not None and scheme not in (None, "minmax", "hadamard"):
             self._fail("symmetric", fields["symmetric"], f"None with scheme={scheme!r}")
+
+    def _check_windows(self, scheme: str | None, group_size: int | None) -> None:
+        """KIVI packs whole groups of keys out of its window."""
+        if scheme == "kivi" and self.residual_length is not None:
+            group_size = group_size or KIVI_GROUP_SIZE
+            if self.residual_length < 1 or self.residual_length % group_size:
+                allowed = f"a multiple of group_size = {group_size} with scheme='kivi'"
+                self._fail("residual_length", self.residual_length, allowed)
+
+    def _check_use(self) -> None:
+        """Nothing is packed without bits or a scheme: options of packing would do nothing."""
+        names = ("scheme", "bits", "key_bits", "value_bits", "layers")
+        if all(getattr(self, name) is None for name in names):
+            for name in ("group_size", "symmetric", "sink_length", "residual_length", "skip_layers", "skip_heads"):
+                if getattr(self, name):
+                    self._fail(name, getattr(self, name), "only together with bits or a scheme")
 
     def _by_layer(self, field: str, value: Any, kind: Any, form: str) -> dict[int, Any] | None:
         """Integer keys, from JSON's strings too."""
@@ -228,7 +251,10 @@ class CacheConfig:
             return None
         if not isinstance(value, dict) or not all(isinstance(entry, kind) for entry in value.values()):
             self._fail(field, value, f"a dict of decoder layer numbers to {form}")
-        return {self._layer(field, key): copy_of(entry) for key, entry in value.items()}
+        numbers = {self._layer(field, key): copy_of(entry) for key, entry in value.items()}
+        if len(numbers) < len(value):
+            self._fail(field, value, "each decoder layer number once")
+        return numbers
 
     def _layer(self, field: str, number: Any) -> int:
         if isinstance(number, str) and number.removeprefix("-").isdecimal():
@@ -247,7 +273,7 @@ class CacheConfig:
             self._fail(field, value, f"an integer of at least {low}")
 
     def _fail(self, field: str, value: Any, allowed: str):
-        raise ValueError(f"CacheConfig: {field}={value!r} is not allowed; allowed: {allowed}")
+        raise ValueError(f"CacheConfig: {field}={value!r:.200} is not allowed; allowed: {allowed}")
 
 
 def copy_of(entry: dict | list | tuple) -> dict | list:

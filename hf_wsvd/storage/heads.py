@@ -33,7 +33,13 @@ class SplitHeadsStore(CompositeStore):
         self.rest.append(tokens[:, self.order[self.count :]])
 
     def read(self) -> Tensor:
-        return torch.cat([self.whole.read(), self.rest.read()], dim=1)[:, self.back]
+        whole, rest = self.whole.read(), self.rest.read()
+        if whole.requires_grad:
+            return torch.cat([whole, rest.to(whole.dtype)], dim=1)[:, self.back]
+        out = whole.new_empty((whole.shape[0], self.heads, *whole.shape[2:]))
+        out[:, self.order[: self.count]] = whole
+        out[:, self.order[self.count :]] = rest.to(whole.dtype)
+        return out
 
     def crop(self, count: int) -> None:
         self.whole.crop(count)

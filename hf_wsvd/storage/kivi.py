@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from .modes import unaffected
 from .packing import pack, packed_width, padded_width, unpack, unpack_into
 from .store import Piece, Store, check_like, check_names
 from .token_buffer import TokenBuffer
@@ -30,11 +31,6 @@ class KiviKeyStore(Store):
     """
 
     def __init__(self, bits: int, group_size: int, residual_length: int, heads: int, width: int, dtype: torch.dtype):
-        if residual_length < 1 or residual_length % group_size:
-            raise ValueError(
-                f"CacheConfig: residual_length={residual_length} is not allowed; allowed with scheme='kivi': a "
-                f"multiple of group_size = {group_size}"
-            )
         self.bits, self.group_size, self.residual_length = bits, group_size, residual_length
         self.heads, self.width, self.dtype = heads, width, dtype
         self.recent = WholeStore(heads, width, dtype, "window")
@@ -48,6 +44,7 @@ class KiviKeyStore(Store):
         return self.payload.data.shape[0] if len(self.payload) else self.recent.batch
 
     def append(self, tokens: Tensor) -> None:
+        self.dtype = tokens.dtype
         if len(self.recent) + tokens.shape[2] < self.residual_length:
             self.recent.append(tokens)
             return
@@ -59,7 +56,7 @@ class KiviKeyStore(Store):
         if packed < tokens.shape[2]:
             self.recent.append(tokens[:, :, packed:])
 
-    @torch.no_grad()
+    @unaffected
     def _pack(self, tokens: Tensor) -> None:
         groups = tokens.unflatten(2, (-1, self.group_size)).float()  # [B, H, G, g, width]
         finite = groups.isfinite()
@@ -77,7 +74,7 @@ class KiviKeyStore(Store):
         self.payload.append(pack(codes, self.bits))
         self.scales.append(torch.cat([scale, zero], dim=-1))
 
-    @torch.no_grad()
+    @unaffected
     def _unpack(self, first: int, last: int, out: Tensor) -> None:
         """Write the tokens of groups `first` to `last` into `out [B, H, n, width]`."""
         payload = self.payload.view[:, :, first * self.group_size : last * self.group_size]
@@ -95,7 +92,7 @@ class KiviKeyStore(Store):
         if not len(self.payload):
             return self.recent.read()
         packed, recent = len(self.payload), len(self.recent)
-        gradients = recent > 0 and self.recent.read().requires_grad
+        gradients = self.recent.requires_grad
         # The newest tokens have their place behind the packed ones: a concatenation would copy all once more.
         out = self._empty(packed if gradients else packed + recent)
         self._unpack(0, len(self.scales), out[:, :, :packed])

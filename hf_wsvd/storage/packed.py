@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec, Packed
+from .modes import unaffected
 from .store import BufferStore, Piece, Store, check_names
 
 
@@ -23,7 +24,7 @@ class PackedStore(BufferStore):
     Args:
         codec: for tokens of its width.
         heads: of the tokens.
-        dtype: that tokens read back in.
+        dtype: that tokens read back in, until there are some; then that of the newest.
     """
 
     kinds: ClassVar[dict[str, str]] = {"payload": "payload", "scales": "scales"}
@@ -33,25 +34,26 @@ class PackedStore(BufferStore):
         self.codec = codec
         self.heads, self.width, self.dtype = heads, codec.width, dtype
 
-    @torch.no_grad()
+    @unaffected
     def append(self, tokens: Tensor) -> None:
         self._prepare(tokens.device)
-        self._keep(self.codec.encode(tokens))
+        self._keep(self.codec.encode(tokens), tokens.dtype)
 
     def _prepare(self, device: torch.device) -> None:
         if not self.buffers:
             self.codec.to(device)
 
-    def _keep(self, packed: Packed) -> None:
+    def _keep(self, packed: Packed, dtype: torch.dtype) -> None:
+        self.dtype = dtype  # what is read goes where the newest tokens go
         self._put("payload", packed.payload)
         if packed.scales.shape[-1]:
             self._put("scales", packed.scales)
 
-    @torch.no_grad()
+    @unaffected
     def read(self) -> Tensor:
         return self.codec.decode(self._packed(), self.dtype)
 
-    @torch.no_grad()
+    @unaffected
     def read_into(self, out: Tensor) -> None:
         self.codec.decode_into(self._packed(), out)
 
@@ -102,14 +104,14 @@ class PackedStore(BufferStore):
         self.codec.to(state["payload"].device)
 
 
-@torch.no_grad()
+@unaffected
 def append_both(key_store: Store, value_store: Store, keys: Tensor, values: Tensor) -> None:
     """Append to both stores of a layer, whose specs are equal: with one encoding where that gives the same.
 
     For one token a step, the time goes into starting operations; this takes half as many.
     """
     packed = isinstance(key_store, PackedStore) and isinstance(value_store, PackedStore)
-    few = keys.shape == values.shape and keys.shape[2] <= FEW_TOKENS
+    few = keys.shape == values.shape and keys.dtype == values.dtype and keys.shape[2] <= FEW_TOKENS
     if not (packed and few) or key_store.codec.stateful:
         key_store.append(keys)
         value_store.append(values)
@@ -118,4 +120,4 @@ def append_both(key_store: Store, value_store: Store, keys: Tensor, values: Tens
     value_store._prepare(keys.device)
     both = key_store.codec.encode(torch.cat([keys, values], dim=1))
     for number, store in enumerate((key_store, value_store)):
-        store._keep(Packed(*(part.chunk(2, dim=1)[number] for part in both)))
+        store._keep(Packed(*(part.chunk(2, dim=1)[number] for part in both)), keys.dtype)

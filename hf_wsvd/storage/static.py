@@ -10,6 +10,7 @@ from transformers.cache_utils import StaticLayer
 
 from .codec import Codec, Packed
 from .composite import CompositeStore
+from .modes import unaffected
 from .store import Piece, Store
 
 
@@ -39,7 +40,7 @@ class StaticStore(Store):
     def batch(self) -> int:
         return self.layer.keys.shape[0] if self.layer.is_initialized else 0
 
-    @torch.no_grad()
+    @unaffected
     def append(self, tokens: Tensor) -> None:
         if not self.layer.is_initialized:
             self.codec.to(tokens.device)
@@ -48,7 +49,7 @@ class StaticStore(Store):
         scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
         self.visible = self.layer.update(payload, scales)
 
-    @torch.no_grad()
+    @unaffected
     def read(self) -> Tensor:
         payload, scales = self.visible or (self.layer.keys, self.layer.values)
         return self.codec.decode(Packed(payload, as_scales(scales)), self.dtype)

@@ -21,8 +21,18 @@ class WholeStore(BufferStore):
         self.heads, self.width, self.dtype = heads, width, dtype
         self.kinds = {"tokens": kind}
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows to tokens that are kept."""
+        return len(self) > 0 and self.buffers["tokens"].data.requires_grad
+
     def append(self, tokens: Tensor) -> None:
-        self._put("tokens", tokens.to(self.dtype))
+        # A mix of dtypes (autocast for a part of the text) is kept in the wider one, as a concatenation would.
+        dtype = torch.promote_types(self.dtype, tokens.dtype) if len(self) else tokens.dtype
+        if dtype != self.dtype and len(self):
+            self.buffers["tokens"].data = self.buffers["tokens"].data.to(dtype)
+        self.dtype = dtype
+        self._put("tokens", tokens.to(dtype))
 
     def read(self) -> Tensor:
         return self.buffers["tokens"].view

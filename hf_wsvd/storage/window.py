@@ -57,11 +57,11 @@ class WindowStore(CompositeStore):
         filled = [part for part in self.parts.values() if len(part)]
         if len(filled) == 1:
             return filled[0].read()
-        if any(part.read().requires_grad for part in (self.sink, self.recent) if len(part)):
+        if self.sink.requires_grad or self.recent.requires_grad:
             return torch.cat([part.read() for part in filled], dim=2)
         # Each part writes its tokens where they belong: a concatenation would copy the whole cache once more.
         device = next(self.pieces()).tensor.device
-        out = torch.empty(self.batch, self.heads, len(self), self.width, dtype=self.dtype, device=device)
+        out = torch.empty(self.batch, self.heads, len(self), self.width, dtype=filled[-1].dtype, device=device)
         start = 0
         for part in filled:
             part.read_into(out[:, :, start : start + len(part)])
