@@ -140,7 +140,7 @@ class CacheConfig:
             return value
         if not isinstance(value, dict):
             allowed = "a CacheConfig, a dict of its fields, or None"
-            raise ValueError(f"CacheConfig: cache={value!r:.200} is not allowed; allowed: {allowed}")
+            raise ValueError(f"CacheConfig: {value!r:.200} is not allowed; allowed: {allowed}")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in value:
             if name not in known:

@@ -188,6 +188,8 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.rank_floor is not None:
             check_int("rank_floor", self.rank_floor, 1, None)
         self._settle_method()
+        if self.cache is not None and not isinstance(self.cache, CacheConfig | dict):
+            fail("cache", self.cache, "a CacheConfig, a dict of its fields, or None")
         self.cache = CacheConfig.parse(self.cache)
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert

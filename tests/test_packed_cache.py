@@ -191,7 +191,7 @@ def test_a_prompt_in_pieces_equals_a_prompt_in_one(case, options, any_model):
     wanted = forward(model, ids, WSVDCache(model, **stored))
     cache = WSVDCache(model, **stored)
     pieces = torch.cat([forward(model, piece, cache) for piece in ids.split([5, 1, 9, 1, 5], dim=1)], dim=1)
-    torch.testing.assert_close(pieces, wanted, rtol=1e-3, atol=5e-4)  # a softmax in fp32, one step of fp16
+    torch.testing.assert_close(pieces, wanted, rtol=1e-3, atol=5e-3)  # a softmax in fp32, steps of fp16 scales
 
 
 def gemma3(sliding_window=8):
