@@ -15,7 +15,7 @@ from .calibration import (
 )
 from .estimate import MemoryEstimate, estimate_memory
 from .hub import model_card, push_to_hub
-from .memory_report import MemoryReport
+from .memory_report import MemoryReport, memory_report
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import CacheConfig, WSVDConfig
 from .register import register_quantization
@@ -41,6 +41,7 @@ __all__ = [
     "estimate_memory",
     "load_calibration",
     "load_statistics",
+    "memory_report",
     "model_card",
     "push_to_hub",
     "renew_self_check",

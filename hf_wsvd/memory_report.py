@@ -56,7 +56,9 @@ class MemoryReport:
     layers: list[LayerMemory]
 
     def sum(self, kind: str) -> int:
-        """Bytes of one kind ("payload", "scales", ...) over all layers."""
+        """Bytes of one kind ("payload", "scales", ...) over all layers; ValueError for a kind that there is not."""
+        if kind not in KINDS:
+            raise ValueError(f"kind={kind!r} is not allowed; allowed: one of {KINDS}")
         return sum(getattr(layer, kind) for layer in self.layers)
 
     @property

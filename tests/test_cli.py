@@ -55,11 +55,12 @@ def test_compressed_text_model_loads_and_generates(models, capsys):
     assert model.config.quantization_config.k_rank == [8, 8]
     inputs = tokenizer("some text", return_tensors="pt")
     assert model.generate(**inputs, max_new_tokens=3, do_sample=False).shape == (1, 12)
-    arguments = ["--k-rank", "4", "--v-rank", "12", "--overwrite", *FAST]
+    arguments = ["--k-rank", "4", "--v-rank", "12", "--bits", "8", "--overwrite", *FAST]
     assert run(["compress", str(models / "text"), "-o", str(models / "other"), *arguments]) == 0
     output = capsys.readouterr().out
     assert "2 of 2 layers hold latents (K rank 4, V rank 12 of 16)" in output
-    assert AutoModelForCausalLM.from_pretrained(models / "other").config.quantization_config.v_rank == [12, 12]
+    config = AutoModelForCausalLM.from_pretrained(models / "other").config.quantization_config
+    assert (config.v_rank, config.cache.bits) == ([12, 12], 8)
 
 
 def test_compressed_vision_model_keeps_its_processor(models, tmp_path):

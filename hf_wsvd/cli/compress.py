@@ -12,7 +12,7 @@ from ..calibration import load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
-from ..quantizer_config import METHODS, WSVDConfig
+from ..quantizer_config import METHODS, CacheConfig, WSVDConfig
 from .dataset_options import (
     Dataset,
     DatasetName,
@@ -50,6 +50,9 @@ def compress(
     latent_rotation: Annotated[
         str, typer.Option(help="hadamard (latent channels of even size, for caches of few bits) or none.")
     ] = "hadamard",
+    bits: Annotated[
+        int | None, typer.Option(help="Bits that the model's caches are packed in: 16, 8, 4, 3 or 2; the model's own.")
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
@@ -86,6 +89,7 @@ def compress(
         rank_allocation=rank_allocation,
         refinement=refinement,
         latent_rotation=latent_rotation,
+        cache=None if bits is None else CacheConfig(bits=bits),
         seed=seed,
         self_check=self_check,
         **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),

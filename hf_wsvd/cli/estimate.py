@@ -91,7 +91,9 @@ def usual_settings(
     models: list[tuple[MetaModel, float | None]] = [(meta, None)]
     if getattr(config, "quantization_config", None) is None and decoder_attentions(meta.model):
         models.append((MetaModel(config, dtype=dtype, rank_ratio=USUAL_RANK_RATIO), USUAL_RANK_RATIO))
-    found = {}
+    found: dict[str, tuple[MetaModel, dict[str, Any]]] = {}
+    if meta.config is not None and meta.config.cache is not None:
+        found["as the checkpoint says"] = (meta, {})
     for of, ratio in models:
         for bits in USUAL_BITS if ratio is None else USUAL_BITS[:3]:
             found[name_of(of, {"bits": bits}, ratio)] = (of, {"bits": bits})
@@ -100,7 +102,8 @@ def usual_settings(
 
 def name_of(meta: MetaModel, fields: dict[str, Any], rank_ratio: float | None) -> str:
     """A row's name: what the cache holds, and in which form."""
-    held = "keys and values" if meta.config is None else "latents"
+    latent = meta.config is not None and meta.config.compresses
+    held = "latents" if latent else "keys and values"
     ratio = "" if rank_ratio is None else f" of rank ratio {rank_ratio}"
     named = [
         value if name == "scheme" else f"{value} bit" if name == "bits" else f"{name.replace('_', ' ')} {value}"
