@@ -244,7 +244,7 @@ def test_command_shows_the_usual_storages(folders, capsys):
         *(f"latents of rank ratio 0.5, {bits} bit" for bits in (8, 4)),
     ]
     assert error == ""
-    out, error = output_of(capsys, folders / "compressed", "--tokens", 513)
+    out, error = output_of(capsys, folders / "compressed", "--tokens", 513, "--dtype", "bfloat16")
     assert names_of(out) == ["DynamicCache", "latents, bfloat16", *(f"latents, {bits} bit" for bits in (8, 4, 2))]
     assert error == "warning: 513 tokens are more than the 512 positions that the model was made for\n"
     assert len(names_of(output_of(capsys, folders / "neox")[0])) == 5
