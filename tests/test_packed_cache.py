@@ -188,10 +188,21 @@ def test_turns_equal_one_pass(kind, options, wide):
 def test_a_prompt_in_pieces_equals_a_prompt_in_one(case, options, any_model):
     model = copy.deepcopy(any_model(case)).double()
     ids, stored = ids_of(2, 21), {**options, "prefill": "stored"}
-    wanted = forward(model, ids, WSVDCache(model, **stored))
-    cache = WSVDCache(model, **stored)
+    whole, cache = WSVDCache(model, **stored), WSVDCache(model, **stored)
+    wanted = forward(model, ids, whole)
     pieces = torch.cat([forward(model, piece, cache) for piece in ids.split([5, 1, 9, 1, 5], dim=1)], dim=1)
-    torch.testing.assert_close(pieces, wanted, rtol=1e-3, atol=5e-3)  # a softmax in fp32, steps of fp16 scales
+    # The softmax of latent attention is in fp32: a scale may come to lie on the other side of a border of fp16, by one
+    # step, which the logits show. Codes are the same.
+    moved = False
+    for layer, other in zip(whole.layers, cache.layers):
+        for store, other_store in zip(layer.stores(), other.stores()):
+            for name, kept in store.packed().items():
+                if kept.dtype == torch.uint8:
+                    assert torch.equal(kept, other_store.packed()[name])
+                elif name.endswith("scales"):
+                    torch.testing.assert_close(other_store.packed()[name], kept, rtol=2**-10, atol=1e-7)
+                    moved = moved or not torch.equal(other_store.packed()[name], kept)
+    torch.testing.assert_close(pieces, wanted, rtol=1e-3, atol=5e-3 if moved else 5e-4)
 
 
 def gemma3(sliding_window=8):
