@@ -35,7 +35,7 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
         latent: layers that hold latents, which their own hooks take care of.
 
     Raises:
-        ValueError: as `WSVDCache` of this config.
+        ValueError: as `WSVDCache` of this config, and for a decoder whose forward takes no cache.
     """
     WSVDCache(model, cache_config=cache_config)  # whatever is wrong with it shows now and not at the first token
     decoder = decoder_of(model)
@@ -44,10 +44,13 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
         number: cache_config.storage(number, layers, False) for number in range(layers) if number not in latent
     }
     packed = {number: storage for number, storage in storages.items() if not storage.whole}
-    names = list(inspect.signature(decoder.forward).parameters)
-    if packed and CACHE_ARGUMENT in names:
-        decoder._wsvd_cache = CacheHook(packed, names.index(CACHE_ARGUMENT))
-        decoder._wsvd_cache.handle = decoder.register_forward_pre_hook(pack_dense_layers, with_kwargs=True)
+    if not packed:
+        return
+    parameters = inspect.signature(decoder.forward).parameters
+    if CACHE_ARGUMENT not in parameters:
+        raise ValueError(f"{type(decoder).__name__}.forward takes no `{CACHE_ARGUMENT}`: its caches cannot be packed")
+    decoder._wsvd_cache = CacheHook(packed, list(parameters).index(CACHE_ARGUMENT))
+    decoder._wsvd_cache.handle = decoder.register_forward_pre_hook(pack_dense_layers, with_kwargs=True)
 
 
 def remove_cache_hook(model: PreTrainedModel) -> None:

@@ -130,3 +130,10 @@ def test_data_without_a_rank_to_fit_are_refused(dense):
 def test_neither_ranks_nor_storage_is_refused(dense):
     with pytest.raises(ValueError, match="no layer to convert"):
         compress(copy.deepcopy(dense("llama")), WSVDConfig(rank_ratio=None))
+
+
+def test_a_decoder_without_a_cache_argument_is_refused():
+    config = transformers.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=64)
+    model = transformers.OpenAIGPTLMHeadModel(config)
+    with pytest.raises(ValueError, match="OpenAIGPTModel.forward takes no"):
+        compress(model, WSVDConfig(rank_ratio=None, cache=EIGHT_BITS))
