@@ -148,7 +148,7 @@ def settled_config(
 def model_cache_config(model: PreTrainedModel) -> CacheConfig | None:
     """The storage that a model of ours is configured for."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
-    return config.cache if isinstance(config, WSVDConfig) else None
+    return config.storage if isinstance(config, WSVDConfig) else None
 
 
 def stored_layers(

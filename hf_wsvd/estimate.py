@@ -122,7 +122,7 @@ def estimate_on(
         dense_cache_bytes: `dense_bytes` of the same, where known.
     """
     if meta.config is not None and all(options.get(name) is None for name in options if name != "max_cache_len"):
-        options = {**options, "cache_config": meta.config.cache}
+        options = {**options, "cache_config": meta.config.storage}
     meta.bind()
     cache = WSVDCache(meta.model, **options)
     bring_to(meta, cache, tokens, batch, decoding)

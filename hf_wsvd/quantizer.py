@@ -94,7 +94,7 @@ class WSVDHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
             restore_dtypes(model, self._dtypes)
-            bind_all(model, self._targets, layouts, self.quantization_config.cache)
+            bind_all(model, self._targets, layouts, self.quantization_config.storage)
             self._targets = self._dtypes = None
             load_self_check(model, self.checkpoint_folder)
         elif self._streaming is not None:

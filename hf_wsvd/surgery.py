@@ -41,7 +41,7 @@ def fit_latents(
     if not config.compresses:
         if not (calibration is None and statistics is None):
             raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
-        bind_all(model, [], {}, config.cache)
+        bind_all(model, [], {}, config.storage)
         record(config, Fit([], {}), {}, decoder_shape(model), {})
         return
     if statistics is not None and not is_statistics(statistics):
@@ -91,7 +91,7 @@ def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfChec
         layouts[layer] = None
     bind_all(model, fit.targets, layouts)
     attach_self_check(model, dense)
-    bind_all(model, fit.targets, layouts, config.cache)
+    bind_all(model, fit.targets, layouts, config.storage)
     record(config, fit, layouts, decoder_shape(model), info)
 
 

@@ -2,6 +2,8 @@
 
 from .cache_config import ALL_BITS, KIVI_GROUP_SIZE, SCHEME_BITS, WHOLE_LAYER, CacheConfig, LayerStorage, StorageSpec
 from .config import FORMAT_VERSION, METHODS, WSVDConfig
+from .guard_map import GUARD_BITS, Guard, GuardMap
+from .head_guard_config import SELECTORS, HeadGuardConfig
 from .layout import KeyLayout
 from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, resolve_ranks
 
@@ -9,11 +11,16 @@ from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, r
 __all__ = [
     "ALL_BITS",
     "FORMAT_VERSION",
+    "GUARD_BITS",
     "KIVI_GROUP_SIZE",
     "METHODS",
     "SCHEME_BITS",
+    "SELECTORS",
     "WHOLE_LAYER",
     "CacheConfig",
+    "Guard",
+    "GuardMap",
+    "HeadGuardConfig",
     "KeyLayout",
     "LayerStorage",
     "StorageSpec",

@@ -7,6 +7,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .guard_map import GuardMap
+
 
 # What each scheme can be asked for.
 SCHEME_BITS: dict[str, tuple[int, ...]] = {
@@ -35,6 +37,9 @@ class StorageSpec(NamedTuple):
         symmetric: whether zero stands in the middle of the range.
         sink_length, residual_length: first and newest tokens that are kept in the model's dtype.
         whole_heads: heads that are kept in the model's dtype.
+        text: how tokens that are not of images are kept; None: like all others. The other fields then say how tokens
+            of images are kept, but for `whole_heads`, which holds for both.
+        guards: heads that are kept in other forms, pairs of a spec and sorted heads.
     """
 
     scheme: str | None = None
@@ -44,6 +49,13 @@ class StorageSpec(NamedTuple):
     sink_length: int = 0
     residual_length: int = 0
     whole_heads: tuple[int, ...] = ()
+    text: StorageSpec | None = None
+    guards: tuple[tuple[StorageSpec, tuple[int, ...]], ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens keep the model's dtype."""
+        return self.scheme is None and (self.text is None or self.text.whole)
 
 
 class LayerStorage(NamedTuple):
@@ -56,7 +68,12 @@ class LayerStorage(NamedTuple):
     @property
     def whole(self) -> bool:
         """Whether keys and values both keep the model's dtype."""
-        return self.key.scheme is None and self.value.scheme is None
+        return self.key.whole and self.value.whole
+
+    @property
+    def by_class(self) -> bool:
+        """Whether tokens of images are kept otherwise than those of text."""
+        return self.key.text is not None or self.value.text is not None
 
 
 WHOLE_LAYER = LayerStorage()
@@ -84,6 +101,10 @@ class CacheConfig:
         skip_layers: decoder layers kept in the model's dtype; -1 is the last.
         skip_heads: decoder layer to the KV heads of it that are kept in the model's dtype.
         layers: decoder layer to fields of its own (scheme, bits, key_bits, value_bits, group_size, symmetric).
+        text_bits: of tokens that are not of images or videos (16: the model's dtype), for a model that reads images;
+            all other fields then say how tokens of images are kept, and windows are counted in tokens of their class.
+            None: as image tokens; 16 with a `guard_map` over image tokens.
+        guard_map: a `GuardMap` (or a dict of its fields, or the path of its JSON file): heads that keep more bits.
         prefill: what the first tokens of an empty cache attend to: "exact" keys and values, or "stored" ones as
             every later token reads them (then a prompt in pieces gives what it gives in one).
 
@@ -102,6 +123,8 @@ class CacheConfig:
     skip_layers: list[int] | None = None
     skip_heads: dict[int, list[int]] | None = None
     layers: dict[int, dict[str, Any]] | None = None
+    text_bits: int | None = None
+    guard_map: GuardMap | dict[str, Any] | None = None
     prefill: str = "exact"
 
     def __post_init__(self):
@@ -109,6 +132,9 @@ class CacheConfig:
         self._count("sink_length", self.sink_length)
         if self.residual_length is not None:
             self._count("residual_length", self.residual_length)
+        if self.text_bits is not None and (isinstance(self.text_bits, bool) or self.text_bits not in ALL_BITS):
+            self._fail("text_bits", self.text_bits, f"one of {ALL_BITS}, or None")
+        self.guard_map = GuardMap.parse(self.guard_map)
         if self.prefill not in ("exact", "stored"):
             self._fail("prefill", self.prefill, "'exact' or 'stored'")
         if self.skip_layers is not None:
@@ -153,10 +179,16 @@ class CacheConfig:
         """The fields that differ from their defaults, as JSON has them (layer numbers are strings there)."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {name: value for name, value in values.items() if value != getattr(CacheConfig, name)}
-        return {
+        fields = {
             name: {str(key): copy_of(entry) for key, entry in value.items()} if isinstance(value, dict) else value
             for name, value in changed.items()
         }
+        return fields if self.guard_map is None else {**fields, "guard_map": self.guard_map.to_dict()}
+
+    @property
+    def by_class(self) -> bool:
+        """Whether tokens of images are kept otherwise than those of text."""
+        return self._text_bits() is not None
 
     def storage(self, layer: int, layers: int, latent: bool) -> LayerStorage:
         """Storage of decoder layer `layer` of `layers`.
@@ -175,11 +207,43 @@ class CacheConfig:
         for field, named, given in (("skip_heads", whole, self.skip_heads), ("layers", own, self.layers)):
             if len(named) < len(given or {}):
                 self._fail(field, given, f"each of the {layers} decoder layers once")
+        if self.guard_map is not None and len(self.guard_map.num_key_value_heads) != layers:
+            allowed = f"a map of {layers} decoder layers"
+            self._fail("guard_map", f"a map of {len(self.guard_map.num_key_value_heads)} decoder layers", allowed)
         if layer in skipped:
             return WHOLE_LAYER
         fields = self._fields_of(own.get(layer))
         heads = tuple(sorted(set(whole.get(layer, ()))))
-        return LayerStorage(*(self._spec(fields, side, latent, heads) for side in ("key", "value")), self.prefill)
+        specs = (self._side_spec(fields, side, layer, latent, heads) for side in ("key", "value"))
+        return LayerStorage(*specs, self.prefill)
+
+    def _side_spec(
+        self, fields: dict[str, Any], side: str, layer: int, latent: bool, whole_heads: tuple[int, ...]
+    ) -> StorageSpec:
+        """How one side of a layer is kept, guarded heads and text tokens included."""
+        spec, text_bits = self._spec(fields, side, latent, whole_heads), self._text_bits()
+        guards = []
+        for bits, heads in () if self.guard_map is None or spec.scheme is None else self.guard_map.groups(side, layer):
+            # A guarded head never has fewer bits than the others.
+            guards.append((self._other_bits(fields, max(bits, spec.bits), side, latent), heads))
+        text = None if text_bits is None else self._other_bits(fields, text_bits, side, latent)
+        if text == spec._replace(whole_heads=()):
+            text = None
+        # Heads that are to stay whole stay so for text too, where the rest of an image's tokens is whole anyway.
+        whole_heads = spec.whole_heads if text is None else whole_heads
+        return spec._replace(text=text, guards=tuple(guards), whole_heads=whole_heads)
+
+    def _text_bits(self) -> int | None:
+        guarded = self.guard_map is not None and self.guard_map.tokens == "image"
+        return 16 if self.text_bits is None and guarded else self.text_bits
+
+    def _other_bits(self, fields: dict[str, Any], bits: int, side: str, latent: bool) -> StorageSpec:
+        """A layer's storage at other bits: in its own scheme where that has them, without windows."""
+        scheme = fields["scheme"]
+        if scheme == "kivi" or bits not in SCHEME_BITS.get(scheme, ()):
+            fields = {**fields, "scheme": None, "group_size": None}
+        own = {"bits": bits, "key_bits": None, "value_bits": None, "symmetric": None}
+        return self._spec({**fields, **own}, side, latent, ())._replace(sink_length=0, residual_length=0)
 
     def _spec(self, fields: dict[str, Any], side: str, latent: bool, whole_heads: tuple[int, ...]) -> StorageSpec:
         scheme, bits = fields["scheme"], fields[f"{side}_bits"] or fields["bits"]
@@ -241,7 +305,8 @@ class CacheConfig:
         """Nothing is packed without bits or a scheme: options of packing would do nothing."""
         names = ("scheme", "bits", "key_bits", "value_bits", "layers")
         if all(getattr(self, name) is None for name in names):
-            for name in ("group_size", "symmetric", "sink_length", "residual_length", "skip_layers", "skip_heads"):
+            fields = ("group_size", "symmetric", "sink_length", "residual_length", "skip_layers", "skip_heads")
+            for name in (*fields, "text_bits", "guard_map"):
                 if getattr(self, name):
                     self._fail(name, getattr(self, name), "only together with bits or a scheme")
 

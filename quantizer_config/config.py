@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 from typing import Any
 
@@ -10,10 +11,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .cache_config import CacheConfig
 from .checks import check_choice, check_int, check_names, check_number, check_ranks, check_ratio, fail
+from .head_guard_config import HeadGuardConfig
 from .layout import KeyLayout
 
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
@@ -72,6 +74,8 @@ class WSVDConfig(QuantizationConfigMixin):
         cache: A `CacheConfig` (or a dict of its fields): the form in which the caches that the model makes by itself
             keep latents, and keys and values of layers that stay dense. `None` keeps the model's dtype. May be given
             anew when a checkpoint is loaded.
+        head_guard: A `HeadGuardConfig` (or a dict of its fields): some KV heads keep more bits than `cache` gives
+            (HeadGuard, arXiv 2609.35800). The fit chooses them, on `calibration`, and writes its `guard_map`.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
             is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
             `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
@@ -114,6 +118,7 @@ class WSVDConfig(QuantizationConfigMixin):
         seed: int = 0,
         self_check: str = "calibration",
         cache: CacheConfig | dict[str, Any] | None = None,
+        head_guard: HeadGuardConfig | dict[str, Any] | None = None,
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
         fit_info: dict[str, Any] | None = None,
@@ -146,6 +151,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self.seed = seed
         self.self_check = self_check
         self.cache = cache
+        self.head_guard = head_guard
         self.calibration = calibration
         self.calibration_info = calibration_info
         self.fit_info = fit_info
@@ -191,6 +197,7 @@ class WSVDConfig(QuantizationConfigMixin):
         if self.cache is not None and not isinstance(self.cache, CacheConfig | dict):
             fail("cache", self.cache, "a CacheConfig, a dict of its fields, or None")
         self.cache = CacheConfig.parse(self.cache)
+        self._settle_head_guard()
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert
         if layers is not None:
@@ -210,6 +217,21 @@ class WSVDConfig(QuantizationConfigMixin):
         for name, value in vars(self).items():
             if isinstance(value, tuple) and name != "calibration":
                 setattr(self, name, list(value))
+
+    def _settle_head_guard(self) -> None:
+        self.head_guard = HeadGuardConfig.parse(self.head_guard)
+        if self.head_guard is None:
+            return
+        if self.cache is None:
+            fail(
+                "head_guard",
+                self.head_guard,
+                "only together with a cache of fewer than 16 bits, cache=CacheConfig(...)",
+            )
+        if self.cache.guard_map is not None:
+            fail("head_guard", self.head_guard, "None where cache has a guard_map of its own")
+        if self.head_guard.rank == "full" and not self.compresses:
+            fail("head_guard.rank", "full", "'latent' where nothing is cut: every head has its full rank")
 
     def _settle_method(self) -> None:
         check_choice("method", self.method, METHODS)
@@ -232,7 +254,16 @@ class WSVDConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""
         fields = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
-        return {**fields, "cache": None if self.cache is None else self.cache.to_dict()}
+        for name in ("cache", "head_guard"):
+            fields[name] = None if fields[name] is None else fields[name].to_dict()
+        return fields
+
+    @property
+    def storage(self) -> CacheConfig | None:
+        """`cache` with the guarded heads of `head_guard`, once they are known."""
+        if self.cache is None or self.head_guard is None or self.head_guard.guard_map is None:
+            return self.cache
+        return dataclasses.replace(self.cache, guard_map=self.head_guard.guard_map)
 
     @property
     def compresses(self) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..image_tokens import ImageTokens
 from .token_buffer import TokenBuffer
 
 
@@ -53,6 +54,10 @@ class Store(ABC):
     @abstractmethod
     def append(self, tokens: Tensor) -> None:
         """Add `tokens [B, H, n, width]` at the end."""
+
+    def append_marked(self, tokens: Tensor, image_tokens: ImageTokens) -> None:
+        """The same, told which tokens are of images; most stores treat all tokens alike."""
+        self.append(tokens)
 
     @abstractmethod
     def read(self) -> Tensor:
