@@ -4,6 +4,7 @@ A packed cache is deterministic: what it reads back of an image does not depend 
 every storage is applied once, by the package's own stores, and a choice of guarded heads only picks between tensors.
 """
 
+import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from hf_wsvd.call import key_norms
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.decoder import DecoderAttention, decoder_attentions
 from hf_wsvd.kernels import LatentHeads, Rotation, cached_key
-from hf_wsvd.quantizer_config import CacheConfig, StorageSpec
+from hf_wsvd.quantizer_config import CacheConfig, GuardMap, StorageSpec
 from hf_wsvd.quantizer_config.guard_map import SIDES
 from hf_wsvd.storage import make_store
 
@@ -73,16 +74,32 @@ class Heads(ABC):
         """Layers, KV heads and numbers of a head in a dense cache."""
         return len(self.attentions), self.attentions[0].heads, self.attentions[0].head_dim
 
-    def packed(self, config: CacheConfig) -> Packed:
-        """Image tokens stored as `config` says for heads that are not guarded.
+    @property
+    def num_key_value_heads(self) -> list[int]:
+        """As `GuardMap` has them."""
+        return [attention.heads for attention in self.attentions]
+
+    def exact_used(self) -> Tensor:
+        """Bytes of a token and head in the model's dtype, fp64 `[2, L]`."""
+        stored = [[self.stored(side, 0, layer) for layer in range(len(self.attentions))] for side in SIDES]
+        return torch.tensor([[x.shape[3] * x.element_size() for x in side] for side in stored]).double()
+
+    def packed(self, config: CacheConfig, guard_bits: int | None = None) -> Packed:
+        """Image tokens stored as `config` says, for heads that are not guarded or for those guarded at `guard_bits`.
 
         Raises:
             ValueError: group sizes that do not divide a width.
         """
         layers = len(self.attentions)
+        if guard_bits is not None:
+            everyone = {layer: dict.fromkeys(range(a.heads), guard_bits) for layer, a in enumerate(self.attentions)}
+            guard_map = GuardMap(everyone, everyone, self.num_key_value_heads)
+            config = dataclasses.replace(config, guard_map=guard_map)
         sides = []
         for side in SIDES:
             specs = [getattr(config.storage(layer, layers, self.latent), side) for layer in range(layers)]
+            if guard_bits is not None:
+                specs = [spec.guards[0][0] for spec in specs]
             specs = [spec._replace(text=None, guards=()) for spec in specs]
             key = (side, tuple(specs))
             if key not in self.packed_sides:
@@ -99,7 +116,7 @@ class Heads(ABC):
     def _side(self, side: str, specs: list[StorageSpec]) -> tuple[list[Tensor], Tensor, Tensor]:
         read, used, slack = [], torch.zeros(len(specs), dtype=torch.float64), torch.zeros(len(specs)).double()
         tokens_of = [len(batch.embeds) * (batch.image.stop - batch.image.start) for batch in self.batches]
-        for number, batch in enumerate(self.batches):
+        for number in range(len(self.batches)):
             layers = []
             for layer, spec in enumerate(specs):
                 tokens = self.stored(side, number, layer)

@@ -53,9 +53,12 @@ class Questions:
 
 
 def evaluation_questions(
-    model: PreTrainedModel, processor: Any, rows: list[dict[str, Any]], batch_size: int
+    model: PreTrainedModel, processor: Any, rows: list[dict[str, Any]], batch_size: int, dtype: torch.dtype
 ) -> Questions:
-    """Rows with image, question, answer and question_type, read by the vision tower of `model`.
+    """Rows with image, question, answer and question_type, read by the vision tower of `model` in its own dtype.
+
+    Args:
+        dtype: of the decoder's inputs.
 
     Raises:
         ValueError: image tokens that do not stand in one run, at the same place in all prompts of a length.
@@ -73,7 +76,7 @@ def evaluation_questions(
         image = slice(int(positions[0]), int(positions[-1]) + 1)
         if len(positions) != image.stop - image.start or bool((mask != mask[:1]).any()):
             raise ValueError("the image tokens of a batch must stand in one run at the same place")
-        batches.append(QuestionBatch(piece.inputs["inputs_embeds"], piece.labels, image, piece.pieces[0]))
+        batches.append(QuestionBatch(piece.inputs["inputs_embeds"].to(dtype), piece.labels, image, piece.pieces[0]))
     return Questions(batches, [rows[index]["question_type"] for index in order])
 
 

@@ -1,0 +1,134 @@
+"""What benchmarks/headguard.py measures: bases, choices of heads, and uniform storage to compare them with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_wsvd.quantizer_config import KIVI_GROUP_SIZE, CacheConfig, GuardMap
+from hf_wsvd.quantizer_config.guard_map import SIDES
+
+
+FRACTIONS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+PROTECT = ("k", "kv")
+# Selectors that look at data are run once a calibration seed.
+FROM_DATA = ("headguard", "output_only", "image_only", "restoration", "attention_mass", "key_range", "retrieval")
+SELECTORS = (*FROM_DATA, "boundary_layers", "random")
+RANDOM_DRAWS = 5
+
+
+@dataclass(frozen=True)
+class Base:
+    """Storage of image tokens in all heads that are not guarded."""
+
+    scheme: str
+    key_bits: int
+    value_bits: int
+    group_size: int | None = None
+
+    @property
+    def config(self) -> CacheConfig:
+        """Text is kept in the model's dtype, as in the paper."""
+        window = None
+        if self.scheme == "kivi":  # the published window of 128 would hold nearly all of the 144 image tokens
+            window = self.group_size or KIVI_GROUP_SIZE
+        return CacheConfig(
+            scheme=self.scheme,
+            key_bits=self.key_bits,
+            value_bits=self.value_bits,
+            group_size=self.group_size,
+            residual_length=window,
+            text_bits=16,
+        )
+
+    @property
+    def label(self) -> str:
+        """As tables show it: `minmax K4 V2, groups of 32`."""
+        equal = self.key_bits == self.value_bits
+        bits = f"{self.key_bits} bit" if equal else f"K{self.key_bits} V{self.value_bits}"
+        groups = "" if self.group_size is None else f", groups of {self.group_size}"
+        return f"{self.scheme} {bits}{groups}"
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """Its fields in a row of results."""
+        equal = self.key_bits == self.value_bits
+        fields = {"scheme": self.scheme, "bits": self.key_bits if equal else None}
+        return {**fields, "key_bits": self.key_bits, "value_bits": self.value_bits, "group_size": self.group_size}
+
+
+BASES = [
+    *(Base(scheme, bits, bits, group) for bits in (2, 3) for scheme, group in (("minmax", None), ("minmax", 32))),
+    Base("kivi", 2, 2),  # the package's KIVI has 4 and 2 bits
+    *(Base("hadamard", bits, bits) for bits in (2, 3)),
+]
+UNIFORM = [
+    *(
+        Base(scheme, key, value, group)
+        for scheme, group in product(("minmax", "hadamard"), (None, 32, 16))
+        for key, value in product((2, 3, 4, 8), repeat=2)
+    ),
+    *(Base("kivi", key, value, group) for group in (None, 16) for key, value in product((2, 4), repeat=2)),
+    *(Base("turboquant", key, value) for key, value in product((2, 3, 4), repeat=2)),
+]
+# What few bits can buy: coarse bases whose guarded heads are packed too.
+RECIPE_BASES = [Base(scheme, key, 2) for scheme in ("hadamard", "turboquant", "minmax") for key in (2, 3)]
+RECIPE_GUARD_BITS = (4, 8)
+RECIPE_SELECTORS = ("headguard", "restoration", "random")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One cell of the table: a base and the heads that are guarded over it."""
+
+    base: Base
+    selector: str = "none"
+    fraction: float = 0.0
+    protect: str | None = None
+    guard_bits: int | None = None
+    seed: int | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What identifies its rows."""
+        fields = {"selector": self.selector, "fraction": self.fraction, "protect": self.protect}
+        return {**self.base.row, **fields, "guard_bits": self.guard_bits, "seed": self.seed}
+
+
+def table_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterator[Choice]:
+    """The issue's table over one base: no guards, then every selector, fraction and protection."""
+    yield Choice(base)
+    for selector in selectors:
+        for seed in seeds_of(selector, seeds):
+            for fraction, protect in product(FRACTIONS, PROTECT):
+                yield Choice(base, selector, fraction, protect, 16, seed)
+
+
+def recipe_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterator[Choice]:
+    """Guarded heads at few bits."""
+    yield Choice(base)
+    for selector in RECIPE_SELECTORS:
+        if selector in selectors:
+            bits = (*RECIPE_GUARD_BITS, 16) if base.key_bits != base.value_bits else RECIPE_GUARD_BITS
+            for seed, guard_bits in product(seeds_of(selector, seeds), bits):
+                for fraction, protect in product(FRACTIONS, PROTECT):
+                    yield Choice(base, selector, fraction, protect, guard_bits, seed)
+
+
+def seeds_of(selector: str, seeds: list[int]) -> list[int]:
+    """Calibration seeds of a selector, draws of "random", one for what depends on neither."""
+    if selector == "random":
+        return list(range(RANDOM_DRAWS))
+    return seeds if selector in FROM_DATA else [0]
+
+
+def guarded_heads(guard_map: GuardMap) -> Tensor:
+    """bool `[2, L, H]`: keys and values that a map guards."""
+    counts = guard_map.num_key_value_heads
+    guarded = torch.zeros(2, len(counts), max(counts), dtype=torch.bool)
+    for guard in guard_map:
+        guarded[SIDES.index(guard.side), guard.layer, guard.head] = True
+    return guarded
