@@ -77,7 +77,7 @@ UNIFORM = [
 # What few bits can buy: coarse bases whose guarded heads are packed too.
 RECIPE_BASES = [Base(scheme, key, 2) for scheme in ("hadamard", "turboquant", "minmax") for key in (2, 3)]
 RECIPE_GUARD_BITS = (4, 8)
-RECIPE_SELECTORS = ("headguard", "restoration", "random")
+RECIPE_SELECTORS = ("headguard", "restoration")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,11 @@ def evidence_cells(question: str, names: Tensor) -> Tensor:
 
 
 def guarding_batches(processor: Any, rows: list[dict[str, Any]], image_token_id: int, seed: int) -> CalibrationSet:
-    """Model inputs with `labels` and `evidence_mask` of `guarding_rows`, on the CPU."""
+    """Model inputs with `labels` and `evidence_mask` of `guarding_rows`, on the CPU.
+
+    Raises:
+        ValueError: image tokens that are no square grid over the tiles.
+    """
     return CalibrationSet(_guarding_batches(processor, rows, image_token_id), {"dataset": "emoji grids", "seed": seed})
 
 
@@ -129,5 +133,7 @@ def _guarding_batches(processor: Any, rows: list[dict[str, Any]], image_token_id
         for row, found in enumerate(images):
             cells = rows[25 * number + row]["cells"].view(GRID, GRID)
             side = round(int(found.sum()) ** 0.5) // GRID  # patches along a tile
+            if (side * GRID) ** 2 != int(found.sum()):
+                raise ValueError(f"{int(found.sum())} image tokens are no grid over {GRID} x {GRID} tiles")
             evidence[row, found] = cells.repeat_interleave(side, 0).repeat_interleave(side, 1).flatten()
         yield {**batch, "evidence_mask": evidence}

@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check    # exit with 1 if a committed table is not what its results say
 
 A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json (NAME_summary: a
-short form of the same). Nothing between them stands for results that do not exist yet.
+short form of the same; headguard_vlm_PART: from headguard_vlm.json). Nothing between them stands for results that do
+not exist yet.
 """
 
 import json
@@ -16,6 +17,13 @@ from typing import Any
 
 from cache_tables import cache_bytes, cache_memory, cache_quality, cache_quality_summary
 from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
+from headguard_tables import (
+    headguard_agreement,
+    headguard_main,
+    headguard_recipes,
+    headguard_selectors,
+    headguard_uniform_wins,
+)
 from hf_wsvd.evaluate.tables import markdown_table
 from record import with_note
 
@@ -94,6 +102,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cache_memory_h200": cache_memory,
     "cache_quality": cache_quality,
     "cache_quality_summary": cache_quality_summary,
+    "headguard_vlm_main": headguard_main,
+    "headguard_vlm_selectors": headguard_selectors,
+    "headguard_vlm_recipes": headguard_recipes,
+    "headguard_vlm_uniform_wins": headguard_uniform_wins,
+    "headguard_vlm_agreement": headguard_agreement,
     "fit_vlm_summary": fit_summary,
     "fit_smollm2_summary": fit_summary,
 }
@@ -107,7 +120,7 @@ def rewritten(text: str, results_folder: Path) -> str:
 
     def block(match: re.Match) -> str:
         name = match.group(2)
-        source = name.removesuffix("_summary")
+        source = "headguard_vlm" if name.startswith("headguard_vlm_") else name.removesuffix("_summary")
         path, empty = results_folder / f"{source}.json", match.group(0) == match.group(1) + match.group(3)
         if empty and not path.exists():
             return match.group(0)
