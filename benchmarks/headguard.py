@@ -76,7 +76,7 @@ class Run:
             empty = ("rows", "uniform", "refused", "agreement", "checks")
             self.results = {"command": "", "environment": {}, "settings": {}, **{name: [] for name in empty}}
         self.results.update(command=command_line("headguard.py"), environment=environment(arguments.device))
-        self.results["settings"] = {
+        self.results["settings"] |= {
             "model": "DINOv2-small + SmolLM2-135M-Instruct as LLaVA",
             "dtype": arguments.dtype,
             "questions_per_type": arguments.questions,
@@ -104,11 +104,12 @@ class Run:
             model = (copy.deepcopy(task.model) if cache == "dense" else latent_model(task)).to(self.dtype)
             self.report(f"{cache} model")
             heads = heads_of(model, questions.batches)
-            self.measure(cache, heads, Evaluator(model, heads), Scores(model, data))
-            del model, heads
+            evaluator = Evaluator(model, heads)
+            self.report(f"{cache}: prompts read")
+            self.measure(cache, heads, evaluator, Scores(model, data))
+            del model, heads, evaluator
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        self.save()
 
     def measure(self, cache: str, heads: Heads, evaluator: Evaluator, scores: Scores) -> None:
         """Everything over one kind of cache."""
@@ -125,16 +126,21 @@ class Run:
                     self.base(
                         cache, base, choices(base, arguments.selectors, arguments.seeds), heads, evaluator, scores
                     )
-        if "agreement" in arguments.parts:
-            known = {(entry["cache"], entry["selector"], entry["seed"]) for entry in self.results["agreement"]}
-            for entry in scores.agreement(arguments.selectors, BASES[0], arguments.seeds):
-                if (cache, entry["selector"], entry["seed"]) not in known:
-                    self.results["agreement"].append({"cache": cache, **entry})
-        if arguments.check:
-            found = check(cache, heads, evaluator, scores, arguments.selectors, arguments.seeds[0], arguments.check)
-            kept = [entry for entry in self.results["checks"] if entry["cache"] != cache]
-            self.results["checks"] = [*kept, *found]
-        self.results["settings"][f"{cache}_seconds_of_scores"] = {k: round(v, 1) for k, v in scores.seconds.items()}
+        if "agreement" in arguments.parts and not self.known("agreement", cache):
+            found = scores.agreement(arguments.selectors, BASES[0], arguments.seeds)
+            self.results["agreement"] += [{"cache": cache, **entry} for entry in found]
+        if arguments.check and not self.known("checks", cache):
+            self.results["checks"] += check(
+                cache, heads, evaluator, scores, arguments.selectors, arguments.seeds[0], arguments.check
+            )
+        if scores.seconds:
+            seconds = {name: round(value, 1) for name, value in scores.seconds.items()}
+            self.results["settings"][f"{cache}_seconds_of_scores"] = seconds
+        self.save()
+
+    def known(self, name: str, cache: str) -> bool:
+        """Whether the results hold entries of this kind of cache."""
+        return any(entry["cache"] == cache for entry in self.results[name])
 
     def uniform(self, cache: str, heads: Heads, evaluator: Evaluator) -> None:
         """The curve of uniform storage."""

@@ -53,7 +53,7 @@ def main_lines(results: dict[str, Any], cache: str, protect: str) -> list[list[s
         for fraction in sorted({row["fraction"] for row in chosen(results, cache=cache, protect=protect, **fields)}):
             cell = {"cache": cache, "protect": protect, "fraction": fraction, "guard_bits": 16, **fields}
             by_selector = {name: chosen(results, selector=name, **cell) for name in ("headguard", "random", OURS)}
-            rows = by_selector["headguard"] or by_selector["random"] or by_selector[OURS]
+            rows = chosen(results, **cell)
             if not rows:
                 continue
             bits = [f"{rows[0][name]:.2f}" for name in ("bits_per_element", "whole_cache_bits_per_element")]

@@ -227,3 +227,45 @@ def test_arguments_that_nothing_can_be_measured_with(arguments, message, tmp_pat
     with pytest.raises(SystemExit):
         headguard.parse_arguments(["--checkpoint", str(tmp_path), "--output", "x.json", *arguments])
     assert message in capsys.readouterr().err
+
+
+def scene_llava(folder: Path) -> None:
+    """A tiny random LLaVA that reads scenes: an image token for each tile."""
+    model, processor = tiny_llava(), tiny_processor()
+    config = model.config
+    config.vision_config.image_size, config.image_seq_length = 32, 16
+    type(model)(config).save_pretrained(folder)
+    size = {"height": 32, "width": 32}
+    processor.image_processor.size, processor.image_processor.crop_size = size, size
+    processor.save_pretrained(folder)
+
+
+def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch, capsys):
+    scene_llava(tmp_path / "model")
+    monkeypatch.setattr(headguard, "BASES", [Base("minmax", 2, 2), Base("minmax", 2, 2, 5)])
+    monkeypatch.setattr(headguard, "UNIFORM", [Base("minmax", 2, 2), Base("minmax", 4, 4)])
+    monkeypatch.setattr(headguard, "RECIPE_BASES", [])
+    output = tmp_path / "results.json"
+    arguments = ["headguard.py", "--checkpoint", str(tmp_path / "model"), "--output", str(output), "--limit", "2"]
+    arguments += ["--caches", "dense", "--seeds", "4", "--check", "1", "--selectors"]
+
+    def run(*selectors: str) -> dict:
+        monkeypatch.setattr(sys, "argv", [*arguments, *selectors])
+        headguard.main()
+        return json.loads(output.read_text())
+
+    first = run("retrieval")
+    assert len(first["rows"]) == (1 + 8) * 5
+    assert len(first["uniform"]) == 2 * 5
+    assert [entry["group_size"] for entry in first["refused"]] == [5]
+    assert "group_size" in first["refused"][0]["reason"]
+    assert first["checks"][0]["equal"] == 1
+    assert "minmax 2 bit" in capsys.readouterr().out
+    seen = []
+    monkeypatch.setattr(
+        Evaluator, "right", lambda self, *a, _right=Evaluator.right: seen.append(a) or _right(self, *a)
+    )
+    second = run("retrieval", "boundary_layers")
+    assert len(seen) == 1 + 8  # full precision, and the new selector's cells
+    assert second["rows"][: len(first["rows"])] == first["rows"]
+    assert len(second["rows"]) == len(first["rows"]) + 8 * 5
