@@ -54,6 +54,7 @@ from headguard_rows import CELL, UNIFORM_CELL, add_controls, bits_of, rows_of, u
 from headguard_scores import Scores
 from headguard_tables import short_table
 from hf_wsvd import WSVDConfig, collect_statistics, compress
+from hf_wsvd.decoder import decoder_attentions
 from hf_wsvd.evaluate.environment import environment
 from hf_wsvd.files import write_text
 from record import command_line
@@ -99,6 +100,9 @@ class Run:
             task.model, task.processor, hard_rows(arguments.questions), arguments.batch_size, self.dtype
         )
         self.kinds = questions.kinds
+        self.results["settings"]["key_biases"] = any(
+            attention.module.k_proj.bias is not None for attention in decoder_attentions(task.model)
+        )
         self.report(f"{len(self.kinds)} questions")
         for cache in arguments.caches:
             model = (copy.deepcopy(task.model) if cache == "dense" else latent_model(task)).to(self.dtype)

@@ -201,10 +201,12 @@ def headguard_agreement(results: dict[str, Any]) -> str:
             lines.append([cache, selector, f"{correlation:.2f}", *overlaps])
     fractions = results["agreement"][0]["overlap"] if results["agreement"] else ()
     header = ["cache", "selector", "rank correlation", *(f"common at {fraction_text(float(f))}, %" for f in fractions)]
+    key_range = "the norm of the key biases and the range of key channels"
+    if not results["settings"]["key_biases"]:
+        key_range = "the range of key channels alone: this model has no key biases"
     note = (
         "Spearman's rank correlation with headguard of the first calibration seed, and the share of its guarded key "
-        "heads that others guard too (chance: the fraction). key_range is the range of key channels here: this model "
-        "has no key biases"
+        f"heads that others guard too (chance: the fraction). key_range is {key_range}"
     )
     return with_note(markdown_table(header, lines), note, results)
 

@@ -169,7 +169,13 @@ def results() -> dict:
     ):
         row = row_of(base, accuracy, bits)
         uniform.append({"label": base.label, **row})
-    settings = {"questions_per_type": 5, "scenes": 4, "dtype": "float32", "dense_full_precision": 0.99}
+    settings = {
+        "questions_per_type": 5,
+        "scenes": 4,
+        "dtype": "float32",
+        "dense_full_precision": 0.99,
+        "key_biases": False,
+    }
     agreement = [
         {"cache": "dense", "selector": "random", "seed": seed, "spearman": value, "overlap": {"0.125": value}}
         for seed, value in enumerate((0.0, 0.5))
@@ -205,6 +211,7 @@ def test_tables(results, tmp_path):
     assert "| dense | 3 |  |  |  | 50.0 | 2.50 | hadamard 2 bit |" in page
     assert "| dense | hadamard 2 bit | KV | 1 of 2 | 2 of 2 |" in page
     assert "| dense | random | 0.25 | 25 |" in page
+    assert "this model has no key biases" in page
 
 
 def test_a_cell_that_is_known_is_not_measured_again():
