@@ -230,10 +230,11 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
     """Bytes that one token adds to the cache of one sequence, over all decoder layers: dense, and with the latents.
 
     The rotary rows that latent layers share count, with `head_dim` numbers a token and kind of rotation (a model that
-    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included.
+    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included, half
+    of them of images where that matters.
     """
     if model_cache_config(model) is not None:
-        estimate = estimate_memory(model, PACKED_TOKENS)
+        estimate = estimate_memory(model, PACKED_TOKENS, image_tokens=PACKED_TOKENS // 2)
         return {
             "dense": estimate.dense_cache_bytes // PACKED_TOKENS,
             "compressed": estimate.cache_bytes // PACKED_TOKENS,

@@ -83,12 +83,15 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def packed_cache(config: PretrainedConfig) -> dict[str, Any] | None:
-    """How the caches that the model makes by itself are packed, and what they take; None if they are not."""
+    """How the caches that the model makes by itself are packed, and what they take; None if they are not.
+
+    Half of the tokens count as of images where that matters.
+    """
     quantization = config.quantization_config
     options = quantization.get("cache") if isinstance(quantization, dict) else quantization.cache
     if options is None:
         return None
-    estimate = estimate_memory(config, PACKED_TOKENS)
+    estimate = estimate_memory(config, PACKED_TOKENS, image_tokens=PACKED_TOKENS // 2)
     return {
         "config": CacheConfig.parse(options).to_dict(),
         "tokens": PACKED_TOKENS,
