@@ -50,7 +50,7 @@ from headguard_questions import (
     guarding_rows,
     hard_rows,
 )
-from headguard_rows import CELL, UNIFORM_CELL, add_controls, bits_of, rows_of, uniform_rows, written
+from headguard_rows import CELL, UNIFORM_CELL, add_controls, bits_of, known_cells, rows_of, uniform_rows, written
 from headguard_scores import Scores
 from headguard_tables import short_table
 from hf_wsvd import WSVDConfig, collect_statistics, compress
@@ -127,9 +127,8 @@ class Run:
         for part, bases, choices in (("table", BASES, table_choices), ("recipes", RECIPE_BASES, recipe_choices)):
             if part in arguments.parts:
                 for base in bases:
-                    self.base(
-                        cache, base, choices(base, arguments.selectors, arguments.seeds), heads, evaluator, scores
-                    )
+                    cells = choices(base, arguments.selectors, arguments.seeds)
+                    self.base(cache, base, cells, heads, evaluator, scores, by_type=part == "table")
         if "agreement" in arguments.parts and not self.known("agreement", cache):
             found = scores.agreement(arguments.selectors, BASES[0], arguments.seeds)
             self.results["agreement"] += [{"cache": cache, **entry} for entry in found]
@@ -148,9 +147,7 @@ class Run:
 
     def uniform(self, cache: str, heads: Heads, evaluator: Evaluator) -> None:
         """The curve of uniform storage."""
-        known = {
-            tuple(row[name] for name in UNIFORM_CELL) for row in self.results["uniform"] + self.results["refused"]
-        }
+        known = known_cells(self.results["uniform"] + self.results["refused"], UNIFORM_CELL)
         before = None
         for base in UNIFORM:
             identity = {"cache": cache, **base.row}
@@ -178,9 +175,10 @@ class Run:
         heads: Heads,
         evaluator: Evaluator,
         scores: Scores,
+        by_type: bool,
     ) -> None:
-        """All missing cells over one base storage."""
-        known = {tuple(row[name] for name in CELL) for row in self.results["rows"]}
+        """All missing cells over one base storage; `by_type`: with rows for each type of question."""
+        known = known_cells(self.results["rows"])
         missing = [c for c in choices if tuple({"cache": cache, **c.row}[name] for name in CELL) not in known]
         if not missing:
             return
@@ -199,7 +197,7 @@ class Run:
                 guard = None if choice.guard_bits == 16 else heads.packed(base.config, choice.guard_bits)
             right = evaluator.right(packed, guarded, guard)
             bits = bits_of(heads, packed, guarded, guard)
-            self.results["rows"] += rows_of(cache, choice, right, self.kinds, bits)
+            self.results["rows"] += rows_of(cache, choice, right, self.kinds, bits, by_type)
             self.saved_now_and_then()
         self.report(f"{cache}: {base.label}, {len(missing)} cells")
 

@@ -60,37 +60,49 @@ def bits_of(heads: Heads, base: Packed | None, guarded: Tensor | None = None, gu
     return Bits(image, share * image + (1 - share) * text, beside)
 
 
-def rows_of(cache: str, choice: Choice, right: Tensor, kinds: list[str], bits: Bits) -> list[dict[str, Any]]:
-    """One row for each type of question and one, "mean", for the mean of the types."""
+def rows_of(
+    cache: str, choice: Choice, right: Tensor, kinds: list[str], bits: Bits, by_type: bool = True
+) -> list[dict[str, Any]]:
+    """A row for the mean of the types of question and, if `by_type`, a shorter one for each type."""
     types = torch.tensor([MEAN_OF.index(kind) for kind in kinds])
-    scores = {kind: share_right(right[types == number]) for number, kind in enumerate(MEAN_OF)}
-    accuracies = {kind: score.value for kind, score in scores.items()}
-    accuracies["mean"] = sum(accuracies.values()) / len(MEAN_OF)
-    measured = {
+    accuracy = {kind: share_right(right[types == number]).value for number, kind in enumerate(MEAN_OF)}
+    identity = {"cache": cache, **choice.row}
+    short = {name: value for name, value in identity.items() if name not in ("key_bits", "value_bits", "guard_bits")}
+    rows = [
+        {**short, "question_type": kind, "accuracy": round(value, 5), "bits_per_element": round(bits.image, 4)}
+        for kind, value in accuracy.items()
+        if by_type
+    ]
+    mean = {
+        **identity,
+        "question_type": "mean",
+        "accuracy": round(sum(accuracy.values()) / len(accuracy), 5),
         "bits_per_element": round(bits.image, 4),
         "whole_cache_bits_per_element": round(bits.whole_cache, 4),
         "slack_bits_per_element": round(bits.slack, 4),
     }
-    return [
-        {"cache": cache, **choice.row, "question_type": kind, "accuracy": round(value, 5), **measured}
-        for kind, value in accuracies.items()
-    ]
+    return [*rows, mean]
 
 
 def uniform_rows(cache: str, base: Base, right: Tensor, kinds: list[str], bits: Bits) -> list[dict[str, Any]]:
     """The same of uniform storage."""
-    rows = rows_of(cache, Choice(base), right, kinds, bits)
     unused = ("selector", "fraction", "protect", "guard_bits", "seed")
     return [
-        {"label": base.label, **{name: value for name, value in row.items() if name not in unused}} for row in rows
+        {"label": base.label, **{name: value for name, value in row.items() if name not in unused}}
+        for row in rows_of(cache, Choice(base), right, kinds, bits)
     ]
+
+
+def known_cells(rows: list[dict[str, Any]], names: tuple[str, ...] = CELL) -> set[tuple]:
+    """What identifies the cells that there are rows of."""
+    return {tuple(row[name] for name in names) for row in rows if row.get("question_type", "mean") == "mean"}
 
 
 def add_controls(results: dict[str, Any]) -> None:
     """Beside every row the best uniform storage at no more bits, of its own scheme and of all.
 
-    The best is the best by mean accuracy; its accuracy is given for the row's type of question. None where every
-    uniform storage of the scheme takes more.
+    The best is the best by mean accuracy; its accuracy is given for the row's type of question (that of all schemes
+    for the mean alone). None where every uniform storage of the scheme takes more.
     """
     curves: dict[tuple, list[tuple[float, float, str]]] = {}
     accuracy: dict[tuple, float] = {}
@@ -105,7 +117,10 @@ def add_controls(results: dict[str, Any]) -> None:
             points = curves.get((row["cache"], scheme), [])
             afforded = [point for point in points if point[0] <= row["bits_per_element"] + TOLERANCE]
             best = max(afforded, key=lambda point: (point[1], -point[0]), default=None)
-            row[prefix] = best and best[2]
+            if row["question_type"] == "mean":
+                row[prefix] = best and best[2]
+            elif scheme is None:
+                continue
             row[f"{prefix}_accuracy"] = best and accuracy[row["cache"], best[2], row["question_type"]]
 
 
