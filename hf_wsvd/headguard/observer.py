@@ -32,7 +32,7 @@ class AttentionCall:
         mask: as the model made it: None (causal), bool (true where attended), or added to the scores.
         scaling: of the scores; None for `D ** -0.5`.
         output: `[B, N, Hq, D]`, part of the graph where there is one.
-        attend: the same attention over other values.
+        function: the same attention over other keys and values, `(key, value) -> [B, N, Hq, D]`.
     """
 
     layer: int
@@ -42,17 +42,24 @@ class AttentionCall:
     mask: Tensor | None
     scaling: float | None
     output: Tensor
-    attend: Callable[[Tensor], Tensor]
+    function: Callable[[Tensor, Tensor], Tensor]
+
+    @torch.no_grad()
+    def attend(self, value: Tensor) -> Tensor:
+        """The output over other values, without a graph."""
+        return self.function(self.key, value)
 
 
-Observer = Callable[[AttentionCall], None]
+# What it returns, if anything, takes the place of the output.
+Observer = Callable[[AttentionCall], Tensor | None]
 
 
 @contextmanager
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Show `observer` every call of the decoder's attention layers with keys of their own.
 
-    The model computes what it computed before, with "sdpa" or "eager" where it used a function that hides its masks.
+    But for outputs that the observer gives, the model computes what it computed before, with "sdpa" or "eager" where
+    it used a function that hides its masks.
     Outside, after an error too, the decoder has the attention function it had.
 
     Raises:
@@ -96,18 +103,19 @@ def attend_observed(
 
     What observes hangs on the module, not on the thread: recomputed layers run in autograd's own threads.
     """
-    function = partial(base_attention(base, module), module, query, key)
-    result = function(value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    function = partial(base_attention(base, module), module, query)
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    result = function(key, value, attention_mask, **options)
     held = vars(module).get("_attention_observer")
-    if held is not None:
+    if held is None:
+        return result
 
-        def attend(other: Tensor) -> Tensor:
-            with torch.no_grad():
-                return function(other, attention_mask, scaling=scaling, dropout=dropout, **kwargs)[0]
+    def attend(other_key: Tensor, other_value: Tensor) -> Tensor:
+        return function(other_key, other_value, attention_mask, **options)[0]
 
-        layer, observer = held
-        observer(AttentionCall(layer, query, key, value, attention_mask, scaling, result[0], attend))
-    return result
+    layer, observer = held
+    given = observer(AttentionCall(layer, query, key, value, attention_mask, scaling, result[0], attend))
+    return result if given is None else (given, None)
 
 
 for _base, _mask in BASES.items():

@@ -65,14 +65,14 @@ def combined(raw: dict[str, Tensor], num_key_value_heads: list[int], config: Hea
 
 def measure_gradients(task: ScoringTask, gates: tuple[str, ...]) -> dict[str, Tensor]:
     """What `sensitivity` leaves in `task.raw`, for `gates` alone: one forward of every batch, one backward a gate."""
-    _check_model(task)
+    check_gradients(task)
     if IMAGE in gates:
         require(task, images=True, answers=True)
     candidates = None
     if IMAGE in gates and task.config.answer == "candidate_probability":
         candidates = Candidates([positions_of(batch, task.model) for batch in task.batches])
     parts: dict[str, list[Tensor]] = {}
-    with undisturbed_run(task.model), _gradients(task), torch.enable_grad():
+    with undisturbed_run(task.model), gradients(task), torch.enable_grad():
         for batch in grouped(task):
             for name, value in _Gradients(task, gates, candidates).of(batch).items():
                 parts.setdefault(name, []).append(value)
@@ -151,7 +151,7 @@ class _Gradients:
 
 
 @contextmanager
-def _gradients(task: ScoringTask) -> Iterator[None]:
+def gradients(task: ScoringTask) -> Iterator[None]:
     """Activations take gradients inside, and layers keep their input alone for the backward passes."""
     with ExitStack() as stack:
         stack.enter_context(recomputed(task.model, task.attentions))
@@ -163,7 +163,7 @@ def _require_gradient(module: nn.Module, args: tuple[Any, ...], output: Tensor) 
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
-def _check_model(task: ScoringTask) -> None:
+def check_gradients(task: ScoringTask) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError("heads are scored by gradients: select_heads cannot run inside torch.inference_mode()")
     offloaded = [name for name, weight in task.model.named_parameters() if weight.device.type == "meta"]
