@@ -173,7 +173,7 @@ def test_guards_are_bits_of_heads_and_text_is_whole_with_them():
 
 
 def test_guards_of_another_number_of_layers_are_refused():
-    with pytest.raises(ValueError, match="guard_map=.* allowed: a map of 2 decoder layers"):
+    with pytest.raises(ValueError, match=r"guard_map=.* allowed: a map of 2 decoder layers"):
         CacheConfig(bits=4, guard_map=GUARDS).storage(0, 2, False)
 
 
