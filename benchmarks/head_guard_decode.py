@@ -12,6 +12,7 @@ that of the same scheme without guards, in which text is kept in the model's dty
 import argparse
 import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--output", required=True, help="JSON file")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file")
     return parser.parse_args()
 
 

@@ -143,3 +143,42 @@ def test_a_config_holds_nothing_of_the_caller():
     assert config == CacheConfig(bits=4, skip_layers=[0], layers={1: {"bits": 8}}, skip_heads={0: [1]})
     config.to_dict()["skip_heads"]["0"].append(5)
     assert config.skip_heads == {0: [1]}
+
+
+GUARDS = {"key": {0: {1: 16}, 1: {0: 8, 2: 16}}, "value": {1: {0: 3}}, "num_key_value_heads": [3] * 4}
+
+
+def test_text_bits_are_those_of_tokens_that_are_not_of_images():
+    config = CacheConfig(bits=2, text_bits=16, sink_length=4)
+    assert config.by_class
+    assert specs(config) == (StorageSpec("hadamard", 2, sink_length=4, text=StorageSpec()),) * 2
+    assert specs(CacheConfig(bits=2, text_bits=8))[0].text == StorageSpec("minmax", 8, symmetric=True)
+    # Windows are of tokens of images; KIVI has no 8 bits.
+    assert specs(CacheConfig("kivi", bits=2, text_bits=8))[0].text == StorageSpec("minmax", 8, symmetric=True)
+    # Text that is kept as images are is no class of its own.
+    assert specs(CacheConfig(bits=4, text_bits=4)) == (StorageSpec("hadamard", 4),) * 2
+
+
+def test_guards_are_bits_of_heads_and_text_is_whole_with_them():
+    key, value = specs(CacheConfig(bits=2, guard_map=GUARDS), 0)
+    assert key.guards == ((StorageSpec(), (1,)),)
+    assert (key.text, value.text, value.guards) == (StorageSpec(), StorageSpec(), ())
+    key, value = specs(CacheConfig(bits=2, guard_map=GUARDS), 1)
+    assert key.guards == ((StorageSpec(), (2,)), (StorageSpec("minmax", 8, symmetric=True), (0,)))
+    assert value.guards == ((StorageSpec("hadamard", 3), (0,)),)
+    # Never fewer bits than the rest; over all tokens there are no classes.
+    key, value = specs(CacheConfig(bits=4, guard_map={**GUARDS, "tokens": "all"}), 1)
+    assert value.guards == ((StorageSpec("hadamard", 4), (0,)),)
+    assert key.text is value.text is None
+
+
+def test_guards_of_another_number_of_layers_are_refused():
+    with pytest.raises(ValueError, match=r"guard_map=.* allowed: a map of 2 decoder layers"):
+        CacheConfig(bits=4, guard_map=GUARDS).storage(0, 2, False)
+
+
+@pytest.mark.parametrize("fields", [{"text_bits": 16}, {"guard_map": GUARDS}])
+def test_classes_and_guards_need_something_to_be_packed(fields):
+    with pytest.raises(ValueError, match="only together with bits or a scheme"):
+        CacheConfig(**fields)
+    assert CacheConfig.parse(CacheConfig(bits=4, **fields).to_dict()) == CacheConfig(bits=4, **fields)

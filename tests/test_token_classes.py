@@ -204,7 +204,7 @@ def test_any_sequence_of_operations(case, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@settings(max_examples=150, derandomize=True, **LIMITS)
+@settings(max_examples=60, derandomize=True, **LIMITS)
 @given(data=st.data())
 def test_many_sequences_of_operations(case, data):
     with torch.no_grad():

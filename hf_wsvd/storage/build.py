@@ -92,10 +92,15 @@ def static_classes(
 ) -> StaticTokenClassStore:
     """A store of fixed size for tokens of two classes, which shares out its slots when it knows the first tokens."""
 
-    def maker(spec: StorageSpec) -> Callable[[int], Store]:
-        return lambda slots: make_static_store(spec, heads, width, dtype, partial(new_layer, max_cache_len=slots))
+    makers = (partial(static_part, spec, heads, width, dtype, new_layer) for spec in (image, text))
+    return StaticTokenClassStore(*makers, new_layer(), heads, width, dtype)
 
-    return StaticTokenClassStore(maker(image), maker(text), new_layer(), heads, width, dtype)
+
+def static_part(
+    spec: StorageSpec, heads: int, width: int, dtype: torch.dtype, new_layer: Callable[..., StaticLayer], slots: int
+) -> Store:
+    """`make_static_store` with so many slots."""
+    return make_static_store(spec, heads, width, dtype, partial(new_layer, max_cache_len=slots))
 
 
 def has_parts(spec: StorageSpec) -> bool:
