@@ -126,10 +126,10 @@ def loss_with_weight(step: Step, exact: tuple[Tensor, Tensor], layer: int, head:
 
 
 def test_the_head_that_packing_ruins_is_chosen(dense):
-    """A large constant in the slowest channel of one head's keys: attention hardly sees it, two bits see nothing else."""
+    """A constant in the slowest channel of one head: attention hardly sees it, two bits see little else."""
     model = copy.deepcopy(dense("qwen2_vl"))
     with torch.no_grad():
-        model.get_decoder().layers[1].self_attn.k_proj.bias.view(2, 16)[1, 15] += 60
+        model.get_decoder().layers[1].self_attn.k_proj.bias.view(2, 16)[1, 15] += 20
     config = {"selector": "restoration", "fraction": 1 / 6}
     assert select_heads(model, [labelled("qwen2_vl")], config, cache=MINMAX).key == {1: {1: 16}}
     assert select_heads(dense("qwen2_vl"), [labelled("qwen2_vl")], config, cache=MINMAX).key != {1: {1: 16}}
