@@ -83,6 +83,7 @@ class Run:
             "questions_per_type": arguments.questions,
             "evaluation_seed": EVALUATION_SEED,
             "scenes": arguments.scenes,
+            "reads": arguments.reads,
             "rank_ratio_of_latents": RANK_RATIO,
         }
         self.saved = self.started = time.perf_counter()
@@ -97,7 +98,12 @@ class Run:
             for seed in arguments.seeds
         }
         questions = evaluation_questions(
-            task.model, task.processor, hard_rows(arguments.questions), arguments.batch_size, self.dtype
+            task.model,
+            task.processor,
+            hard_rows(arguments.questions),
+            arguments.batch_size,
+            self.dtype,
+            arguments.reads,
         )
         self.kinds = questions.kinds
         self.results["settings"]["key_biases"] = any(
@@ -236,6 +242,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of the scenes that heads are chosen on")
     add("--questions", type=int, default=500, help="of each type")
     add("--scenes", type=int, default=SCENES, help="that heads are chosen on")
+    add("--reads", choices=["text", "answer"], default="text", help="what reads images as stored: all that follows")
     add("--calibration", type=int, default=73, help="questions of each type that latents are fitted on")
     add("--limit", type=int, help="so many questions of each type, scenes, and questions to fit on, for a try")
     add("--check", type=int, default=0, help="cells to compare with the real packed cache")

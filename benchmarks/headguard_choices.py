@@ -61,9 +61,9 @@ class Base:
 
 
 BASES = [
-    *(Base(scheme, bits, bits, group) for bits in (2, 3) for scheme, group in (("minmax", None), ("minmax", 32))),
+    *(Base("hadamard", 2, 2), Base("minmax", 2, 2), Base("minmax", 2, 2, 32)),
     Base("kivi", 2, 2),  # the package's KIVI has 4 and 2 bits
-    *(Base("hadamard", bits, bits) for bits in (2, 3)),
+    *(Base("hadamard", 3, 3), Base("minmax", 3, 3), Base("minmax", 3, 3, 32)),
 ]
 UNIFORM = [
     *(
@@ -108,14 +108,13 @@ def table_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterato
 
 
 def recipe_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterator[Choice]:
-    """Guarded heads at few bits."""
+    """Keys guarded at few bits, of the first calibration seed."""
     yield Choice(base)
     for selector in RECIPE_SELECTORS:
         if selector in selectors:
             bits = (*RECIPE_GUARD_BITS, 16) if base.key_bits != base.value_bits else RECIPE_GUARD_BITS
-            for seed, guard_bits in product(seeds_of(selector, seeds), bits):
-                for fraction, protect in product(FRACTIONS, PROTECT):
-                    yield Choice(base, selector, fraction, protect, guard_bits, seed)
+            for guard_bits, fraction in product(bits, FRACTIONS):
+                yield Choice(base, selector, fraction, "k", guard_bits, seeds[0])
 
 
 def seeds_of(selector: str, seeds: list[int]) -> list[int]:

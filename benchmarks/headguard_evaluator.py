@@ -1,7 +1,7 @@
 """Which questions a model answers right, for one choice of guarded heads after another.
 
-Prompts run once (headguard_heads.py). One evaluation writes, per layer, head and side, exact or packed image tokens
-into fixed buffers, and runs the prompt's last token and the expected answer over them: an answer is right if each of
+Images run once (headguard_heads.py). One evaluation writes, per layer, head and side, exact or packed image tokens
+into fixed buffers, and runs what follows, the expected answer included, over them: an answer is right if each of
 its tokens is the most likely one after the right ones before it, which is so exactly if greedy generation writes it.
 On CUDA that run is a graph, captured once a batch.
 """

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from accuracy_measure import EvaluationBatch
 from accuracy_tasks import MEAN_OF, TILE_SIZE, embedded, question_rows
-from cache_tasks import equally_long
+from cache_tasks import PieceBatch, equally_long, padded
 from hf_wsvd.calibration.batches import IGNORED, Batch, CalibrationSet
 from hf_wsvd.calibration.chat import answer_batches
 from hf_wsvd.demo.dataset import evaluation_rows
@@ -24,7 +24,7 @@ SCENES = 100  # that heads are chosen on, as many as the paper takes
 
 @dataclass(frozen=True)
 class QuestionBatch:
-    """Questions with equally long prompts, whose images stand in one run at the same place.
+    """Questions whose images stand in one run at the same place, padded on the right.
 
     Attributes:
         embeds: `[B, S, E]`, images read in.
@@ -53,22 +53,32 @@ class Questions:
 
 
 def evaluation_questions(
-    model: PreTrainedModel, processor: Any, rows: list[dict[str, Any]], batch_size: int, dtype: torch.dtype
+    model: PreTrainedModel,
+    processor: Any,
+    rows: list[dict[str, Any]],
+    batch_size: int,
+    dtype: torch.dtype,
+    reads: str = "text",
 ) -> Questions:
     """Rows with image, question, answer and question_type, read by the vision tower of `model` in its own dtype.
 
     Args:
         dtype: of the decoder's inputs.
+        reads: what reads the image as stored: "text", all that follows it, as in the second question about an image
+            that is cached; or "answer", the prompt's last token and the answer alone.
 
     Raises:
-        ValueError: image tokens that do not stand in one run, at the same place in all prompts of a length.
+        ValueError: image tokens that do not stand in one run, at the same place in all prompts of a batch.
     """
     read = []
     for batch in answer_batches(processor, rows, 100):
         found = embedded(model, batch)
         mask = (batch["input_ids"] == model.config.image_token_id).to(found.labels.device)
         read.append(EvaluationBatch({**found.inputs, "image_mask": mask}, found.labels))
-    pieces, order = equally_long(read, batch_size)
+    if reads == "answer":
+        pieces, order = equally_long(read, batch_size)
+    else:
+        pieces, order = of_like_length(read, batch_size)
     batches = []
     for piece in pieces:
         mask = piece.inputs["image_mask"].bool()
@@ -76,8 +86,27 @@ def evaluation_questions(
         image = slice(int(positions[0]), int(positions[-1]) + 1)
         if len(positions) != image.stop - image.start or bool((mask != mask[:1]).any()):
             raise ValueError("the image tokens of a batch must stand in one run at the same place")
-        batches.append(QuestionBatch(piece.inputs["inputs_embeds"].to(dtype), piece.labels, image, piece.pieces[0]))
+        prompt = piece.pieces[0] if reads == "answer" else image.stop
+        batches.append(QuestionBatch(piece.inputs["inputs_embeds"].to(dtype), piece.labels, image, prompt))
     return Questions(batches, [rows[index]["question_type"] for index in order])
+
+
+def of_like_length(batches: list[EvaluationBatch], batch_size: int) -> tuple[list[PieceBatch], list[int]]:
+    """Sequences padded on the right in batches of like length; and which sequence each one is."""
+    sequences = []
+    for batch in batches:
+        for row, labels in enumerate(batch.labels):
+            end = int((labels != IGNORED).nonzero()[-1, 0]) + 1
+            inputs = {name: x[row, :end] for name, x in batch.inputs.items()}
+            sequences.append((len(sequences), inputs, labels[:end]))
+    sequences.sort(key=lambda sequence: len(sequence[2]))
+    found = []
+    for start in range(0, len(sequences), batch_size):
+        part = sequences[start : start + batch_size]
+        inputs = {name: padded([inputs[name] for _, inputs, _ in part], 0) for name in part[0][1]}
+        labels = padded([labels for _, _, labels in part], IGNORED)
+        found.append(PieceBatch(inputs, labels, (labels.shape[1],)))
+    return found, [number for number, _, _ in sequences]
 
 
 def hard_rows(per_type: int) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ class Scores:
         if key not in self.measures:
             start = time.perf_counter()
             data = self.data.get(seed)
-            asked = dataclasses.replace(config, selector=name)
+            # Heads are chosen in rounds: those of a larger fraction hold those of all smaller ones.
+            asked = dataclasses.replace(config, selector=name, fraction=max(FRACTIONS))
             self.measures[key] = measure_heads(self.model, data, asked, cache=base.config)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         return self.measures[key]

@@ -1,115 +1,89 @@
-"""What a packed cache would read back of the keys and values that a layer computes, without a cache."""
+"""A prompt in a cache of the package, whose kept tokens can stand anywhere between exact and packed."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..attention import bound_layers
-from ..call import key_norms
-from ..decoder import DecoderAttention
+from ..cache import WSVDCache
+from ..compat import CACHE_ARGUMENT
 from ..image_tokens import ImageTokens
-from ..kernels import LatentHeads, Rotation, cached_key
-from ..quantizer_config import CacheConfig, GuardMap, StorageSpec
+from ..quantizer_config import CacheConfig, GuardMap, LayerStorage
 from ..quantizer_config.guard_map import SIDES
-from ..rope import half_rows
 from ..storage import make_store
-from .observer import AttentionCall
 from .scoring import ScoringTask
 
 
-class StoredHeads:
-    """Differences between what attention would read from the cache of a task and what it reads without one.
+Weights = dict[str, dict[int, Tensor]]  # by side and decoder layer, `[heads]`
 
-    Args:
-        task: its `cache` without guards is what is measured; its `config.bits` are those of guarded heads.
+
+def storages_of(task: ScoringTask) -> dict[int, LayerStorage]:
+    """How the cache of a task keeps each layer with keys of its own, if every head is guarded at `config.bits`.
 
     Raises:
-        ValueError: a cache that packs nothing or that fits no layer.
+        ValueError: a cache that packs nothing.
+    """
+    counts, latent = task.num_key_value_heads, bound_layers(task.model)
+    layers = [attention.layer for attention in task.attentions]
+    if all(task.cache.storage(layer, len(counts), layer in latent).whole for layer in layers):
+        raise ValueError(
+            f"selector={task.config.selector!r} needs the packed storage that heads are guarded from: cache="
+            "CacheConfig(...) with fewer than 16 bits"
+        )
+    everyone = {layer: dict.fromkeys(range(heads), task.config.bits) for layer, heads in enumerate(counts) if heads}
+    guard_map = GuardMap(everyone, everyone, counts, tokens=task.config.tokens)
+    config: CacheConfig = dataclasses.replace(task.cache, guard_map=guard_map)
+    return {layer: config.storage(layer, len(counts), layer in latent) for layer in layers}
+
+
+class StoredPrompt:
+    """The first tokens of a batch in an exact cache, and what packing would make of them.
+
+    Args:
+        inputs: of the forward over the prompt.
+        classes: of the prompt's tokens.
+        storages: of `storages_of`.
     """
 
-    def __init__(self, task: ScoringTask):
-        self.task = task
-        self.attentions = {attention.layer: attention for attention in task.attentions}
-        self.latent = bound_layers(task.model)
-        counts = task.num_key_value_heads
-        if all(task.cache.storage(layer, len(counts), layer in self.latent).whole for layer in self.attentions):
-            raise ValueError(
-                f"selector={task.config.selector!r} needs the packed storage that heads are guarded from: cache="
-                "CacheConfig(...) with fewer than 16 bits"
-            )
-        everyone = {
-            layer: dict.fromkeys(range(heads), task.config.bits) for layer, heads in enumerate(counts) if heads
-        }
-        guard_map = GuardMap(everyone, everyone, counts, tokens=task.config.tokens)
-        config: CacheConfig = dataclasses.replace(task.cache, guard_map=guard_map)
-        self.storages = {layer: config.storage(layer, len(counts), layer in self.latent) for layer in self.attentions}
-        self._latents: dict[tuple[int, str], Tensor] = {}
-        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Inside, layers that hold latents leave them, and their rotary rows, for `differences`."""
-        with ExitStack() as stack:
-            stack.callback(self._rows.clear)
-            stack.callback(self._latents.clear)
-            for layer in sorted(self.latent):
-                module = self.attentions[layer].module
-                hook = module.register_forward_pre_hook(partial(self._keep_rows, layer), with_kwargs=True)
-                stack.callback(hook.remove)
-                for side in SIDES:
-                    projection = getattr(module, f"{side[0]}_proj")
-                    hook = projection.register_forward_pre_hook(partial(self._keep_latent, (layer, side)))
-                    stack.callback(hook.remove)
-            yield
-
     @torch.no_grad()
-    def differences(self, call: AttentionCall, classes: ImageTokens) -> dict[str, tuple[Tensor | None, Tensor]]:
-        """By side `[B, Hkv, S, D]`: what guarding adds to the exact heads (None for nothing), and what comes on top
-        of it for heads that are not guarded."""
-        found = {}
-        for side, exact in zip(SIDES, (call.key, call.value)):
-            spec = getattr(self.storages[call.layer], side)
-            tokens = self._latents.pop((call.layer, side), exact)
-            rest = self._read(spec._replace(guards=()), call.layer, side, tokens, classes)
-            if not spec.guards or spec.guards[0][0].whole:
-                found[side] = (None, rest - exact)
-            else:
-                guarded = self._read(spec, call.layer, side, tokens, classes)
-                found[side] = (guarded - exact, rest - guarded)
-        return found
+    def __init__(
+        self, task: ScoringTask, inputs: dict[str, Any], classes: ImageTokens, storages: dict[int, LayerStorage]
+    ):
+        self.cache = WSVDCache(task.model, cache_config=CacheConfig())
+        task.model(**inputs, use_cache=True, **{CACHE_ARGUMENT: self.cache})
+        # By layer and side: what guarding adds to the exact tokens (None for nothing), and what comes on top of it for
+        # heads that are not guarded. `[B, H, S, width]`, of latents where the cache holds latents.
+        self.differences: dict[tuple[int, str], tuple[Tensor | None, Tensor]] = {}
+        for layer, storage in storages.items():
+            for side, held in zip(SIDES, self.cache.layers[layer].stores()):
+                spec, exact = getattr(storage, side), held.read()
+                found = []
+                for own in (spec, spec._replace(guards=())):
+                    store = make_store(own, side, exact.shape[1], exact.shape[3], exact.dtype)
+                    # A sliding layer holds the newest tokens alone.
+                    store.append_marked(exact, newest(classes, exact.shape[2]))
+                    found.append(store.read().to(exact.dtype))
+                guarded, rest = found
+                exactly = bool((guarded == exact).all())
+                self.differences[layer, side] = (None if exactly else guarded - exact, rest - guarded)
 
-    def _read(self, spec: StorageSpec, layer: int, side: str, tokens: Tensor, classes: ImageTokens) -> Tensor:
-        """What comes back of `tokens` `[B, Hkv, S, width]` from a store, as attention reads it."""
-        store = make_store(spec, side, tokens.shape[1], tokens.shape[3], tokens.dtype)
-        store.append_marked(tokens.detach(), classes)
-        read = store.read().to(tokens.dtype)
-        return self._expanded(self.attentions[layer], side, read) if layer in self.latent else read
+    def between(self, share: float, weights: Weights) -> WSVDCache:
+        """A copy of the cache whose tokens are exact + share * guarding + weight * rest, by head; in the graph."""
+        cache = copy.deepcopy(self.cache)
+        for (layer, side), (guarding, rest) in self.differences.items():
+            store = getattr(cache.layers[layer], f"{side}_store")
+            weight = weights[side][layer].to(rest.dtype)[None, :, None, None]
+            mixed = store.read() + weight * rest
+            store.reset()
+            store.append(mixed if guarding is None else mixed + share * guarding)
+        return cache
 
-    def _expanded(self, attention: DecoderAttention, side: str, latent: Tensor) -> Tensor:
-        projection = getattr(attention.module, f"{side[0]}_proj")
-        bias = None if projection.bias is None else projection.bias.view(projection.heads, projection.head_dim)
-        heads = LatentHeads(latent, projection.up, bias)
-        if side == "value":
-            return heads.expand()
-        layout = attention.module._wsvd.layout
-        rotation = None
-        if layout.rotation != "none":
-            cos, sin = (half_rows(rows, layout.rotation) for rows in self._rows[attention.layer])
-            rotation = Rotation(cos, sin, interleaved=layout.rotation != "halves")
-        return cached_key(heads, rotation, **key_norms(attention.module, layout))
 
-    def _keep_rows(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module._wsvd.layout.rotation != "none":
-            self._rows[layer] = kwargs["position_embeddings"]
-
-    def _keep_latent(self, key: tuple[int, str], projection: nn.Module, args: tuple[Any, ...]) -> None:
-        latent = F.linear(args[0].detach(), projection.weight)
-        self._latents[key] = latent.unflatten(-1, (projection.heads, projection.rank)).transpose(1, 2)
+def newest(classes: ImageTokens, count: int) -> ImageTokens:
+    """The classes of the last `count` tokens."""
+    return classes if classes.mask is None or count == classes.mask.shape[1] else ImageTokens(classes.mask[:, -count:])
