@@ -24,6 +24,8 @@ from .attention import bound_layers
 from .cache import model_cache_config
 from .decoder import decoder_attentions
 from .estimate import estimate_memory
+from .headguard.summary import guard_summary
+from .quantizer_config import CacheConfig, WSVDConfig
 from .self_check import self_check_of
 from .version import __version__
 
@@ -155,7 +157,8 @@ def model_card(
         metrics=rows,
         kv_bytes={name: (kv_bytes or kv_bytes_per_token(model))[name] for name in ("dense", "compressed")},
         latent=any(layout is not None for layout in config.key_layout),
-        cache=None if config.cache is None else json.dumps(config.cache.to_dict()),
+        cache=None if config.cache is None else json.dumps(packed_fields(config.cache)),
+        guards=guard_facts(config),
         packed_tokens=PACKED_TOKENS,
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
@@ -164,6 +167,30 @@ def model_card(
         self_check=self_check_of(model),
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
+
+
+def packed_fields(cache: CacheConfig) -> dict[str, Any]:
+    """The fields of a packed cache without its guard map, which is long and described by itself."""
+    return {name: value for name, value in cache.to_dict().items() if name != "guard_map"}
+
+
+def guard_facts(config: WSVDConfig) -> dict[str, Any] | None:
+    """What the card says of guarded heads, as text fit for Markdown; None without any."""
+    if config.guard_map is None:
+        return None
+    facts = guard_summary(config.guard_map)
+    fraction = facts["guarded_heads"] / max(1, facts["heads"])
+    if config.head_guard is not None and config.head_guard.selector == facts["selector"]:
+        fraction = config.head_guard.fraction
+    sides = {"k": "keys", "v": "values", "kv": "keys and values"}.get(facts["protect"], facts["protect"])
+    return {
+        **facts,
+        "selector": _table_text(facts["selector"] or "not recorded"),
+        "fraction": f"{fraction:.4g}",
+        "sides": sides,
+        "bits": " or ".join(map(str, facts["bits"])),
+        "tokens": "all tokens" if facts["tokens"] == "all" else "tokens of images and videos",
+    }
 
 
 def hub_name(name: str | None) -> str | None:
