@@ -273,7 +273,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
         dense += whole
         if attention.layer in latent:
             projections = attention.module.k_proj, attention.module.v_proj
-            compressed += sum(projection.heads * projection.rank for projection in projections)
+            compressed += sum(projection.weight.shape[0] for projection in projections)
             binding = attention.module._wsvd
             if binding.layout.rotation != "none":
                 rows[binding.row_group] = attention.head_dim

@@ -10,10 +10,12 @@ from transformers import PreTrainedModel
 
 from .calibration import is_statistics
 from .calibration.batches import Batch
-from .headguard import IMAGE_SELECTORS, SELECTORS_WITHOUT_DATA, select_heads
+from .headguard import select_heads
+from .headguard.positions import visual_token_ids
 from .headguard.scoring import key_value_heads
-from .image_tokens import reads_images
-from .quantizer_config import GuardMap, HeadGuardConfig, WSVDConfig
+from .headguard.select import resolved_tokens
+from .headguard.selectors import ENTRIES
+from .quantizer_config import GuardMap, WSVDConfig
 
 
 def chooses_heads(config: WSVDConfig) -> bool:
@@ -23,7 +25,7 @@ def chooses_heads(config: WSVDConfig) -> bool:
 
 def needs_guard_data(config: WSVDConfig) -> bool:
     """Whether it needs calibration data with labels for that."""
-    return chooses_heads(config) and config.head_guard.selector not in SELECTORS_WITHOUT_DATA
+    return chooses_heads(config) and ENTRIES[config.head_guard.selector].data
 
 
 def check_guards(model: PreTrainedModel, config: WSVDConfig) -> None:
@@ -31,16 +33,11 @@ def check_guards(model: PreTrainedModel, config: WSVDConfig) -> None:
 
     Needs no weights: the model may be on the meta device.
     """
-    name = type(model).__name__
     if config.guard_map is not None:
         check_map(model, config.guard_map)
     if not chooses_heads(config):
         return
-    guard, images = config.head_guard, reads_images(model)
-    if guard.tokens == "image" and not images:
-        refuse("tokens", guard.tokens, f"'all' or None: {name} reads no images")
-    if guard.selector in IMAGE_SELECTORS and not images:
-        refuse("selector", guard.selector, f"a selector without images: {name} reads none, so 'output_only' for one")
+    resolved_tokens(model, config.head_guard, ENTRIES[config.head_guard.selector])
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if all(config.cache.storage(layer, layers, config.compresses).whole for layer in range(layers)):
         raise ValueError(
@@ -52,7 +49,7 @@ def check_guards(model: PreTrainedModel, config: WSVDConfig) -> None:
 def check_map(model: PreTrainedModel, guard_map: GuardMap) -> None:
     """Raise ValueError if a guard map is for another model, or for images where `model` reads none."""
     guard_map.check_fits(key_value_heads(model), type(model).__name__)
-    if guard_map.tokens == "image" and not reads_images(model):
+    if guard_map.tokens == "image" and not visual_token_ids(model):
         raise ValueError(
             f"the guard map is over the tokens of images, and {type(model).__name__} reads none: tokens='all' guards "
             "all tokens"
@@ -65,7 +62,7 @@ def refuse_statistics(config: WSVDConfig, calibration: Any) -> None:
         raise ValueError(
             f"head_guard with selector={config.head_guard.selector!r} measures the heads on calibration data, and "
             "statistics hold no labelled inputs: give data as calibration=, or a guard_map of `hf-wsvd headguard`; "
-            f"selectors that measure nothing are {sorted(SELECTORS_WITHOUT_DATA)}"
+            f"selectors that measure nothing are {[name for name, entry in ENTRIES.items() if not entry.data]}"
         )
 
 
@@ -87,8 +84,3 @@ def guard_heads(model: PreTrainedModel, config: WSVDConfig, batches: Iterable[Ba
     if chooses_heads(config):
         guard_map = select_heads(model, batches, config.head_guard, cache=config.cache)
         config.head_guard = dataclasses.replace(config.head_guard, guard_map=guard_map)
-
-
-def refuse(field_name: str, value: Any, allowed: str) -> None:
-    """ValueError in the form of `HeadGuardConfig`."""
-    raise ValueError(f"{HeadGuardConfig.__name__}: {field_name}={value!r} is not allowed; allowed: {allowed}")

@@ -51,10 +51,11 @@ class LatentProjection(nn.Module):
             raise ValueError(f"LatentProjection: rank={rank} is not allowed; allowed: 1 to head_dim = {head_dim}")
         self.in_features, self.heads, self.head_dim, self.rank = in_features, heads, head_dim, rank
         self.full_heads = tuple(full_heads)
-        if self.full_heads and (rank == head_dim or self.full_heads != tuple(sorted(set(full_heads) & set(range(heads))))):
+        allowed = sorted(set(full_heads) & set(range(heads))) if rank < head_dim else []
+        if list(full_heads) != allowed:
             raise ValueError(
-                f"LatentProjection: full_heads={list(full_heads)} is not allowed; allowed: heads from 0 to {heads - 1}, "
-                f"sorted, and none at rank = head_dim = {head_dim}"
+                f"LatentProjection: full_heads={list(full_heads)} is not allowed; allowed: sorted heads from 0 to "
+                f"{heads - 1}, and none where no head is cut (rank={rank}, head_dim={head_dim})"
             )
         self.width = head_dim if self.full_heads else rank
         full, cut = len(self.full_heads), heads - len(self.full_heads)
@@ -125,9 +126,7 @@ class LatentProjection(nn.Module):
             weights: dense `[len(heads), head_dim, in_features]`.
         """
         bias = self.bias is not None
-        new = type(self)(
-            self.in_features, self.heads, self.head_dim, self.rank, bias, full_heads=heads, device="meta"
-        )
+        new = type(self)(self.in_features, self.heads, self.head_dim, self.rank, bias, full_heads=heads, device="meta")
         down = self.weight.detach().unflatten(0, (self.heads, self.rank))[new.cut_heads].flatten(0, 1)
         rows = weights.to(down).flatten(0, 1)
         new.weight = nn.Parameter(torch.cat([rows, down]), requires_grad=self.weight.requires_grad)

@@ -128,7 +128,7 @@ def settle(
         layouts[layer] = None
     bind_all(model, fit.targets, layouts)
     guard_heads(model, config, batches)
-    if config.head_guard is not None and config.head_guard.rank == "full":
+    if config.keeps_full_rank:
         keep_full_rank(fit, config.guard_map)
     attach_self_check(model, dense)
     bind_all(model, fit.targets, layouts, config.storage)

@@ -10,7 +10,16 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .cache_config import CacheConfig
-from .checks import check_choice, check_heads_by_layer, check_int, check_names, check_number, check_ranks, check_ratio, fail
+from .checks import (
+    check_choice,
+    check_heads_by_layer,
+    check_int,
+    check_names,
+    check_number,
+    check_ranks,
+    check_ratio,
+    fail,
+)
 from .guard_map import GuardMap
 from .head_guard_config import HeadGuardConfig
 from .layout import KeyLayout
@@ -251,7 +260,7 @@ class WSVDConfig(QuantizationConfigMixin):
             )
         if self.cache.guard_map is not None:
             fail("head_guard", self.head_guard, "None where cache has a guard_map of its own")
-        if self.head_guard.rank == "full" and not self.compresses:
+        if self.keeps_full_rank and not self.compresses:
             fail("head_guard.rank", "full", "'latent' where nothing is cut: every head has its full rank")
 
     def _settle_method(self) -> None:
@@ -285,6 +294,11 @@ class WSVDConfig(QuantizationConfigMixin):
         return None if self.storage is None else self.storage.guard_map
 
     @property
+    def keeps_full_rank(self) -> bool:
+        """Whether guarded heads are not cut."""
+        return self.head_guard is not None and self.head_guard.rank == "full"
+
+    @property
     def storage(self) -> CacheConfig | None:
         """`cache` with the guarded heads of `head_guard`, once they are known."""
         if self.cache is None or self.head_guard is None or self.head_guard.guard_map is None:
@@ -307,7 +321,7 @@ class WSVDConfig(QuantizationConfigMixin):
             )
         if self.cache is None:
             return {}
-        if self.head_guard is not None and self.head_guard.rank == "full" and self.decoder_shape is None:
+        if self.keeps_full_rank and self.decoder_shape is None:
             fail("head_guard.rank", "full", "'latent' for a compressed checkpoint, whose weights stay as they are")
         if self.head_guard is not None and self.head_guard.guard_map is None:
             raise ValueError(

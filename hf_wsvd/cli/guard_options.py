@@ -14,7 +14,8 @@ def named(field: str) -> str:
 
 
 Bits = Annotated[
-    int | None, typer.Option("--bits", help="Bits of all other heads: 8, 4, 3 or 2. Default: as the checkpoint has it.")
+    int | None,
+    typer.Option("--bits", help="Bits of other heads: 8, 4, 3 or 2. Default: the checkpoint's."),
 ]
 Scheme = Annotated[
     str | None, typer.Option("--scheme", help="Storage scheme: minmax, hadamard, turboquant, kivi, fp8.")

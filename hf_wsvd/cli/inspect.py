@@ -35,7 +35,7 @@ def inspect(
     heads: Annotated[
         Path | None, typer.Option(help="Write a heat map of the guarded heads there, a .png file.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --heads: replace a file that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Let --heads replace a file.")] = False,
 ) -> None:
     """Print ranks, key layouts, KV cache bytes a token, calibration, self-check and files of a checkpoint."""
     if dtype not in DTYPES:

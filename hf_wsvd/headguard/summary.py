@@ -13,6 +13,7 @@ from ..decoder import decoder_attentions
 from ..quantizer_config import CacheConfig, GuardMap, StorageSpec
 from ..quantizer_config.guard_map import SIDES
 from ..storage import make_store
+from ..storage.narrow import narrowed
 
 
 IMAGE_TOKENS = 512  # an image, for bytes a token: windows and groups of KIVI are in it
@@ -80,9 +81,11 @@ def image_bytes_per_token(model: PreTrainedModel, cache: CacheConfig) -> float:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for attention in decoder_attentions(model):
         storage = cache.storage(attention.layer, layers, attention.layer in latent)
+        if attention.layer in latent:
+            storage = narrowed(storage, attention.module)
         for side in SIDES:
             projection = getattr(attention.module, f"{side[0]}_proj")
-            width = projection.rank if attention.layer in latent else attention.head_dim
+            width = projection.width if attention.layer in latent else attention.head_dim
             total += bytes_of_images(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
     return total / IMAGE_TOKENS
 

@@ -12,6 +12,7 @@ from .codec import Codec
 from .float16 import CastCodec
 from .heads import SplitHeadsStore
 from .kivi import KiviKeyStore
+from .narrow import with_narrow_heads
 from .packed import PackedStore
 from .registry import make_codec
 from .static import StaticStore
@@ -32,6 +33,8 @@ def make_store(spec: StorageSpec, side: str, heads: int, width: int, dtype: torc
         ValueError: a group size that does not divide the width, or a head that the layer does not have.
     """
     check_heads(spec, heads)
+    if spec.width is not None:
+        return with_narrow_heads(spec, heads, width, lambda part, *size: make_store(part, side, *size, dtype))
     if spec.scheme is None or len(spec.whole_heads) == heads:
         return WholeStore(heads, width, dtype)
     if spec.whole_heads:
@@ -60,6 +63,10 @@ def make_static_store(
     """
     check_heads(spec, heads)
     check_static(spec)
+    if spec.width is not None:
+        return with_narrow_heads(
+            spec, heads, width, lambda part, *size: make_static_store(part, *size, dtype, new_layer)
+        )
     if spec.scheme is None or len(spec.whole_heads) == heads:
         return StaticStore(CastCodec(width, dtype), new_layer(), heads, dtype)
     rest = StaticStore(codec_for(spec, width), new_layer(), heads - len(spec.whole_heads), dtype)

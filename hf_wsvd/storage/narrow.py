@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..image_tokens import ImageTokens
 from ..quantizer_config import LayerStorage, StorageSpec
 from .composite import CompositeStore
+from .heads import SplitHeadsStore
 from .store import Store
 
 
@@ -45,6 +48,21 @@ class NarrowStore(CompositeStore):
 
     def keep_last(self, count: int) -> None:
         self.inner.keep_last(count)
+
+
+def with_narrow_heads(
+    spec: StorageSpec, heads: int, width: int, build: Callable[[StorageSpec, int, int], Store]
+) -> Store:
+    """A store of heads in all their channels and others that end in zeros.
+
+    Args:
+        spec: with a `width` of its own.
+        build: makes the store of a spec for so many heads of such a width.
+    """
+    wide, rest = list(spec.wide_heads), [head for head in range(heads) if head not in spec.wide_heads]
+    first = build(spec_of_heads(spec, wide), len(wide), width)
+    narrow = NarrowStore(build(spec_of_heads(spec, rest), len(rest), spec.width), width)
+    return SplitHeadsStore(spec.wide_heads, first, narrow)
 
 
 def narrowed(storage: LayerStorage, attention: nn.Module) -> LayerStorage:
