@@ -15,6 +15,7 @@ from .calibration import (
 )
 from .estimate import MemoryEstimate, estimate_memory
 from .hub import model_card, push_to_hub
+from .image_tokens import image_tokens
 from .memory_report import MemoryReport, memory_report
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import CacheConfig, WSVDConfig
@@ -39,6 +40,7 @@ __all__ = [
     "compress",
     "default_calibration",
     "estimate_memory",
+    "image_tokens",
     "load_calibration",
     "load_statistics",
     "memory_report",

@@ -11,8 +11,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
-from .decoder import decoder_attentions, own_cache_class
+from .decoder import decoder_attentions, key_value_heads, own_cache_class
 from .fingerprint import ModelReference
+from .image_tokens import reads_images, watch_image_tokens
 from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
 from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
@@ -43,8 +44,8 @@ class WSVDCache(Cache):
         input_ids: of a loaded cache, the token ids that were saved with it; else None.
 
     Raises:
-        ValueError: an encoder-decoder model, options that do not fit each other or the model, or `max_cache_len` that
-            is not a positive number.
+        ValueError: an encoder-decoder model, options that do not fit each other or the model (a guard map of another
+            one, `text_bits` for one that reads text alone), or `max_cache_len` that is not a positive number.
 
     Example:
         `model.generate(**inputs, past_key_values=WSVDCache(model, bits=4))` (`cache=` since transformers 5.24)
@@ -76,9 +77,12 @@ class WSVDCache(Cache):
                 f"WSVDCache: max_cache_len={max_cache_len!r} is not allowed; allowed: at least 1, or None"
             )
         self.cache_config = settled_config(model, cache_config, {"bits": bits, **fields})
+        check_classes(model, self.cache_config)
         config = model.config.get_text_config(decoder=True)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
         super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
+        if self.cache_config.by_class:
+            watch_image_tokens(model)
         self._model = ModelReference(model)
         self.input_ids: Tensor | None = None
 
@@ -150,6 +154,21 @@ def model_cache_config(model: PreTrainedModel) -> CacheConfig | None:
     """The storage that a model of ours is configured for."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return config.storage if isinstance(config, WSVDConfig) else None
+
+
+def check_classes(model: PreTrainedModel, cache_config: CacheConfig) -> None:
+    """ValueError for a guard map of another model, and for token classes in a model that reads text alone."""
+    guard_map = cache_config.guard_map
+    if guard_map is not None:
+        guard_map.check_fits(key_value_heads(model), type(model).__name__)
+    if cache_config.by_class and not reads_images(model):
+        field, allowed = "text_bits", "None"
+        if cache_config.text_bits is None:
+            field, allowed = "guard_map.tokens", "'all'"
+        raise ValueError(
+            f"WSVDCache: {field} tells tokens of images from others, but {type(model).__name__} reads text alone; "
+            f"allowed: {allowed}"
+        )
 
 
 def stored_layers(

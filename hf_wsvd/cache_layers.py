@@ -15,8 +15,9 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
+from .image_tokens import ImageTokens, current_image_tokens
 from .quantizer_config import WHOLE_LAYER, LayerStorage
-from .storage import Store, append_both, clear_visible, make_static_store, make_store, static_stores
+from .storage import Store, append_both, clear_visible, counter_of, make_static_store, make_store
 
 
 logger = logging.get_logger("hf_wsvd")
@@ -81,7 +82,8 @@ class StoredMixin:
         """Append the tokens of a call. Returns whether attention is to see them as they are ("exact" first tokens).
 
         Raises:
-            ValueError: tokens of another batch, shape or device than those held.
+            ValueError: tokens of another batch, shape or device than those held, or (where storage depends on it) of
+            which nobody told whether they are of images.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -91,12 +93,28 @@ class StoredMixin:
             logger.warning_once(
                 "hf_wsvd: a packed cache passes no gradients to the keys and values that it holds: train without cache"
             )
-        if self.storage.key == self.storage.value and not self.storage.whole:
+        if self.storage.by_class:
+            told = self._told(key_states)
+            self.key_store.append_marked(key_states, told)
+            self.value_store.append_marked(value_states, told)
+        elif self.storage.key == self.storage.value and not self.storage.whole:
             append_both(self.key_store, self.value_store, key_states, value_states)
         else:
             self.key_store.append(key_states)
             self.value_store.append(value_states)
         return first and not self.storage.whole and self.storage.prefill == "exact"
+
+    def _told(self, key_states: Tensor) -> ImageTokens:
+        """Which of the tokens of this call are of images."""
+        told = current_image_tokens()
+        if told is None:
+            raise ValueError(
+                "this cache keeps tokens of images otherwise than those of text, and this call does not show which "
+                "are which: it goes past the model that the cache was made for, or has inputs_embeds, no input_ids. "
+                "Call that model with input_ids, or inside `with hf_wsvd.image_tokens(mask):`"
+            )
+        told.check(key_states.shape[0], key_states.shape[2])
+        return told
 
     def _check(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, tokens in zip(self.stores(), (key_states, value_states)):
@@ -262,7 +280,7 @@ class PackedStaticMixin(StoredMixin):
         return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
 
     def _counter(self) -> StaticLayer | None:
-        return static_stores(self.key_store)[0].layer if self.is_initialized else None
+        return counter_of(self.key_store) if self.is_initialized else None
 
     def get_seq_length(self) -> int | Tensor:
         return self._counter().get_seq_length() if self.is_initialized else 0

@@ -93,6 +93,14 @@ def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:
     return sorted(found, key=lambda attention: attention.layer)
 
 
+def key_value_heads(model: PreTrainedModel) -> list[int]:
+    """Physical KV heads of every decoder layer, 0 for one without keys and values of its own."""
+    counts = [0] * model.config.get_text_config(decoder=True).num_hidden_layers
+    for attention in decoder_attentions(model):
+        counts[attention.layer] = attention.heads
+    return counts
+
+
 def decoder_shape(model: PreTrainedModel) -> dict[str, object]:
     """What a checkpoint's factors fit: recorded at compression, compared at load."""
     config = model.config.get_text_config(decoder=True)

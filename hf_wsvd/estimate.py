@@ -128,7 +128,7 @@ def estimate_on(
     bring_to(meta, cache, tokens, batch, decoding)
     settle_lengths(cache, tokens)
     report = memory_report(cache)
-    kept = sum(report.sum(kind) for kind in ("payload", "scales", "window", "constants"))
+    kept = sum(report.sum(kind) for kind in ("payload", "scales", "window", "places", "constants"))
     return MemoryEstimate(
         tokens=tokens,
         batch=batch,

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from .calibration import is_statistics
 from .calibration.batches import Batch
+from .decoder import key_value_heads
 from .headguard import select_heads
-from .headguard.positions import visual_token_ids
-from .headguard.scoring import key_value_heads
 from .headguard.select import resolved_tokens
 from .headguard.selectors import ENTRIES
+from .image_tokens import reads_images
 from .quantizer_config import GuardMap, WSVDConfig
 
 
@@ -49,7 +49,7 @@ def check_guards(model: PreTrainedModel, config: WSVDConfig) -> None:
 def check_map(model: PreTrainedModel, guard_map: GuardMap) -> None:
     """Raise ValueError if a guard map is for another model, or for images where `model` reads none."""
     guard_map.check_fits(key_value_heads(model), type(model).__name__)
-    if guard_map.tokens == "image" and not visual_token_ids(model):
+    if guard_map.tokens == "image" and not reads_images(model):
         raise ValueError(
             f"the guard map is over the tokens of images, and {type(model).__name__} reads none: tokens='all' guards "
             "all tokens"

@@ -2,33 +2,75 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .token_slots import Slots, slots_of
 
 
 class ImageTokens:
     """Token classes of one forward.
 
+    Args:
+        mask: bool `[B, N]`, true for tokens of images and videos; None where there are none. It is looked at here,
+            once for all layers.
+
     Attributes:
-        mask: bool `[B, N]`, true for tokens of images and videos; None where there are none, which costs no look at a
-            tensor.
+        mask: the same.
         runs: (is image, start, stop) of the runs of equal class where all rows are alike, else None.
+        text_only: whether no token is of an image.
     """
 
     def __init__(self, mask: Tensor | None = None):
         self.mask = mask
         self.runs: list[tuple[bool, int, int]] | None = None
-        if mask is not None and bool((mask == mask[:1]).all()):
+        self.text_only = mask is None
+        self._slots: dict[torch.device, Slots] = {}
+        if mask is None:
+            return
+        if not mask.numel():
+            self.runs = []
+        elif bool((mask == mask[:1]).all()):
             first = mask[0].tolist()
             edges = [0, *(i for i in range(1, len(first)) if first[i] != first[i - 1]), len(first)]
             self.runs = [(first[a], a, b) for a, b in pairwise(edges)]
+            self.text_only = not any(image for image, _, _ in self.runs)
+
+    @classmethod
+    def of_rows_alike(cls, runs: list[tuple[bool, int, int]]) -> ImageTokens:
+        """Classes of a forward whose rows are alike, without a tensor."""
+        tokens = cls()
+        tokens.runs, tokens.text_only = runs, False
+        return tokens
+
+    def check(self, batch: int, count: int) -> None:
+        """Raise ValueError unless these are the classes of `count` tokens of `batch` sequences."""
+        if self.mask is not None:
+            right = tuple(self.mask.shape) == (batch, count)
+        else:
+            right = self.text_only or (self.runs[-1][2] if self.runs else 0) == count
+        if not right:
+            found = list(self.mask.shape) if self.mask is not None else self.runs
+            raise ValueError(f"image_tokens: mask is {found}, but the cache got [{batch}, {count}] tokens")
+
+    def slots(self, device: torch.device) -> Slots:
+        """Where tokens go in a batch whose rows differ; worked out once for all layers of a device."""
+        if device not in self._slots:
+            self._slots[device] = slots_of(self.mask.to(device))
+        return self._slots[device]
 
 
+VISUAL_TOKEN_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+# Names of inputs that bring images or videos: pixels, or what an encoder made of them.
+VISUAL_INPUTS = ("image_hidden_states", "image_embeds", "image_features", "video_embeds", "video_features")
 TEXT_ONLY = ImageTokens()
 
 
@@ -36,6 +78,7 @@ class _Slot:
     """Holds the classes while dynamo traces, which cannot write thread-local attributes."""
 
     image_tokens: ImageTokens | None = None
+    teller: nn.Module | None = None
 
 
 _traced = _Slot()
@@ -49,12 +92,19 @@ def current_image_tokens() -> ImageTokens | None:
     return getattr(_local, "image_tokens", None)
 
 
-def set_image_tokens(image_tokens: ImageTokens | None) -> None:
-    """Open a forward in this thread, or close the open one with None."""
-    if torch.compiler.is_compiling():
-        _traced.image_tokens = image_tokens
-    else:
-        _local.image_tokens = image_tokens
+def teller_of() -> nn.Module | None:
+    """The module whose forward told the current classes; None where the caller did."""
+    return _traced.teller if torch.compiler.is_compiling() else getattr(_local, "teller", None)
+
+
+def set_image_tokens(image_tokens: ImageTokens | None, teller: nn.Module | None = None) -> None:
+    """Open a forward in this thread, or close the open one with None.
+
+    Args:
+        teller: the module whose forward it is.
+    """
+    place = _traced if torch.compiler.is_compiling() else _local
+    place.image_tokens, place.teller = image_tokens, teller
 
 
 @contextmanager
@@ -73,9 +123,104 @@ def image_tokens(mask: Tensor) -> Iterator[None]:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 2:
         form = f"{list(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"image_tokens: mask must be a bool tensor [batch, tokens], got {form}")
-    before = current_image_tokens()
-    set_image_tokens(ImageTokens(mask))
+    with told(ImageTokens(mask)):
+        yield
+
+
+@contextmanager
+def told(classes: ImageTokens) -> Iterator[None]:
+    """`image_tokens` for classes that are there already."""
+    before, teller = current_image_tokens(), teller_of()
+    set_image_tokens(classes)
     try:
         yield
     finally:
-        set_image_tokens(before)
+        set_image_tokens(before, teller)
+
+
+class ImageWatch:
+    """What the hooks of one module know.
+
+    Attributes:
+        token_ids: that stand for images and videos in `input_ids`.
+        parameters: names of the forward's parameters, in order.
+    """
+
+    def __init__(self, token_ids: tuple[int, ...], parameters: list[str]):
+        self.token_ids, self.parameters = token_ids, parameters
+        self.handles: list[Any] = []
+
+
+def visual_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Token ids that stand for images and videos in the inputs of a model; none for one that reads text alone."""
+    found = (getattr(model.config, name, None) for name in VISUAL_TOKEN_IDS)
+    return tuple(sorted({number for number in found if isinstance(number, int)}))
+
+
+def reads_images(model: PreTrainedModel) -> bool:
+    """Whether tokens of images or videos stand among those of a model's text."""
+    return bool(visual_token_ids(model))
+
+
+def watch_image_tokens(model: PreTrainedModel) -> bool:
+    """Let every forward of `model` tell its caches which tokens are of images; nothing where it does so already.
+
+    A call without visual inputs is known to be of text without a look at its tokens. One with visual inputs but no
+    `input_ids`, or with `inputs_embeds` alone, tells nothing: see `image_tokens`.
+
+    Returns:
+        Whether hooks were installed now.
+    """
+    token_ids, installed = visual_token_ids(model), False
+    for module in dict.fromkeys((model, model.base_model)):
+        parameters = list(inspect.signature(module.forward).parameters)
+        if hasattr(module, "_wsvd_images") or "input_ids" not in parameters or not any(map(is_visual, parameters)):
+            continue
+        module._wsvd_images = ImageWatch(token_ids, parameters)
+        module._wsvd_images.handles = [
+            module.register_forward_pre_hook(open_forward, with_kwargs=True),
+            module.register_forward_hook(close_forward, always_call=True),
+        ]
+        installed = True
+    return installed
+
+
+def unwatch_image_tokens(model: PreTrainedModel) -> None:
+    """Undo `watch_image_tokens`; nothing where it was not called."""
+    for module in (model, model.base_model):
+        watch = vars(module).pop("_wsvd_images", None)
+        for handle in watch.handles if watch is not None else ():
+            handle.remove()
+
+
+def is_visual(name: str) -> bool:
+    """Whether an argument of this name brings images or videos."""
+    return name.startswith("pixel_values") or name in VISUAL_INPUTS
+
+
+def open_forward(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Pre-hook: what an outer forward or the caller has told stays."""
+    if current_image_tokens() is None:
+        classes = classes_of(module._wsvd_images, args, kwargs)
+        if classes is not None:
+            set_image_tokens(classes, module)
+
+
+def close_forward(module: nn.Module, args: tuple, output: Any) -> None:
+    """Forward hook, called after an exception too."""
+    if teller_of() is module:
+        set_image_tokens(None)
+
+
+def classes_of(watch: ImageWatch, args: tuple, kwargs: dict[str, Any]) -> ImageTokens | None:
+    """The token classes of a call; None where it does not show them."""
+    given = {**dict(zip(watch.parameters, args)), **kwargs}
+    input_ids: Tensor | None = given.get("input_ids")
+    if input_ids is None:
+        return None
+    if not any(is_visual(name) and value is not None for name, value in given.items()):
+        return TEXT_ONLY
+    mask = input_ids == watch.token_ids[0]
+    for token_id in watch.token_ids[1:]:
+        mask = mask | (input_ids == token_id)
+    return ImageTokens(mask)

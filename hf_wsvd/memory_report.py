@@ -14,7 +14,7 @@ from .storage import Codec, Store
 from .storage.token_buffer import TokenBuffer
 
 
-KINDS = ("payload", "scales", "window", "rotary_rows", "constants", "other", "slack")
+KINDS = ("payload", "scales", "window", "places", "rotary_rows", "constants", "other", "slack")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class LayerMemory:
         payload: tokens in the form in which they are kept.
         scales: what turns packed tokens back into numbers.
         window: tokens kept in the model's dtype beside packed ones (sink, newest).
+        places: where in its store each token is, in batches whose rows have their images in different places.
         rotary_rows: cos and sin of the cached tokens, which latent layers share; in the first of them.
         constants: rotations and codebooks, which all layers share; in the first of them.
         other: everything else, such as lengths and the states of linear attention.
@@ -38,6 +39,7 @@ class LayerMemory:
     payload: int = 0
     scales: int = 0
     window: int = 0
+    places: int = 0
     rotary_rows: int = 0
     constants: int = 0
     other: int = 0

@@ -25,6 +25,7 @@ from .guarding import (
     read_again,
     refuse_statistics,
 )
+from .image_tokens import unwatch_image_tokens
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import CacheConfig, HeadGuardConfig, KeyLayout, WSVDConfig
@@ -289,6 +290,7 @@ def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     decoder = decoder_of(model)
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
     unbind_all(model)
+    unwatch_image_tokens(model)
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):
             continue

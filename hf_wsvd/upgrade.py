@@ -67,8 +67,8 @@ def upgraded(layer: CacheLayerMixin, latent: bool, storage: LayerStorage) -> Cac
     if successor is None or (layer.is_initialized and int(layer.get_seq_length()) > 0):
         return None
     if isinstance(layer, StaticLayer):
-        check_static(storage.key)
-        check_static(storage.value)
+        check_static(storage.key, layer.is_sliding)
+        check_static(storage.value, layer.is_sliding)
     new = successor.__new__(successor)
     state = {name: value for name, value in vars(layer).items() if name not in ("keys", "values")}
     vars(new).update(state)

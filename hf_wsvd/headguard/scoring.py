@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration.batches import Batch
-from ..decoder import DecoderAttention, decoder_attentions
+from ..decoder import DecoderAttention, decoder_attentions, key_value_heads
 from ..quantizer_config import CacheConfig, HeadGuardConfig
 
 
@@ -66,11 +66,3 @@ class ScoringTask:
 
 
 Selector = Callable[[ScoringTask], HeadScores]
-
-
-def key_value_heads(model: PreTrainedModel) -> list[int]:
-    """Physical KV heads of every decoder layer, 0 for one without keys and values of its own."""
-    counts = [0] * model.config.get_text_config(decoder=True).num_hidden_layers
-    for attention in decoder_attentions(model):
-        counts[attention.layer] = attention.heads
-    return counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers.cache_utils import StaticLayer
@@ -16,7 +17,9 @@ from .narrow import with_narrow_heads
 from .packed import PackedStore
 from .registry import make_codec
 from .static import StaticStore
+from .static_classes import StaticTokenClassStore
 from .store import Store
+from .token_classes import TokenClassStore
 from .whole import WholeStore
 from .window import WindowStore
 
@@ -33,14 +36,20 @@ def make_store(spec: StorageSpec, side: str, heads: int, width: int, dtype: torc
         ValueError: a group size that does not divide the width, or a head that the layer does not have.
     """
     check_heads(spec, heads)
+
+    def build(part: StorageSpec, count: int, channels: int = width) -> Store:
+        return make_store(part, side, count, channels, dtype)
+
     if spec.width is not None:
-        return with_narrow_heads(spec, heads, width, lambda part, *size: make_store(part, side, *size, dtype))
-    if spec.scheme is None or len(spec.whole_heads) == heads:
+        return with_narrow_heads(spec, heads, width, build)
+    if spec.whole:
         return WholeStore(heads, width, dtype)
-    if spec.whole_heads:
-        count = len(spec.whole_heads)
-        rest = make_store(spec._replace(whole_heads=()), side, heads - count, width, dtype)
-        return SplitHeadsStore(spec.whole_heads, WholeStore(count, width, dtype), rest)
+    if has_parts(spec):
+        return composed(
+            spec, heads, build, lambda *classes: TokenClassStore(*(build(part, heads) for part in classes))
+        )
+    if spec.scheme is None:
+        return WholeStore(heads, width, dtype)
     residual_length = spec.residual_length
     if spec.scheme == "kivi" and side == "key":
         group_size = spec.group_size or KIVI_GROUP_SIZE
@@ -54,26 +63,90 @@ def make_store(spec: StorageSpec, side: str, heads: int, width: int, dtype: torc
 
 
 def make_static_store(
-    spec: StorageSpec, heads: int, width: int, dtype: torch.dtype, new_layer: Callable[[], StaticLayer]
+    spec: StorageSpec, heads: int, width: int, dtype: torch.dtype, new_layer: Callable[..., StaticLayer]
 ) -> Store:
-    """An empty store of fixed size; `new_layer()` gives a static layer of transformers with the right limits.
+    """An empty store of fixed size; `new_layer()` gives a static layer of transformers with the right limits,
+    `new_layer(max_cache_len=...)` a shorter one.
 
     Raises:
         ValueError: as `make_store`, and for storage whose parts change their size (`check_static`).
     """
     check_heads(spec, heads)
     check_static(spec)
+
+    def build(part: StorageSpec, count: int, channels: int = width) -> Store:
+        return make_static_store(part, count, channels, dtype, new_layer)
+
     if spec.width is not None:
-        return with_narrow_heads(
-            spec, heads, width, lambda part, *size: make_static_store(part, *size, dtype, new_layer)
+        return with_narrow_heads(spec, heads, width, build)
+    if has_parts(spec):
+        return composed(
+            spec, heads, build, partial(static_classes, heads=heads, width=width, dtype=dtype, new_layer=new_layer)
         )
-    if spec.scheme is None or len(spec.whole_heads) == heads:
-        return StaticStore(CastCodec(width, dtype), new_layer(), heads, dtype)
-    rest = StaticStore(codec_for(spec, width), new_layer(), heads - len(spec.whole_heads), dtype)
-    if not spec.whole_heads:
-        return rest
-    whole = StaticStore(CastCodec(width, dtype), new_layer(), len(spec.whole_heads), dtype)
-    return SplitHeadsStore(spec.whole_heads, whole, rest)
+    codec = CastCodec(width, dtype) if spec.scheme is None else codec_for(spec, width)
+    return StaticStore(codec, new_layer(), heads, dtype)
+
+
+def static_classes(
+    image: StorageSpec,
+    text: StorageSpec,
+    heads: int,
+    width: int,
+    dtype: torch.dtype,
+    new_layer: Callable[..., StaticLayer],
+) -> StaticTokenClassStore:
+    """A store of fixed size for tokens of two classes, which shares out its slots when it knows the first tokens."""
+
+    def maker(spec: StorageSpec) -> Callable[[int], Store]:
+        return lambda slots: make_static_store(spec, heads, width, dtype, partial(new_layer, max_cache_len=slots))
+
+    return StaticTokenClassStore(maker(image), maker(text), new_layer(), heads, width, dtype)
+
+
+def has_parts(spec: StorageSpec) -> bool:
+    """Whether heads or tokens are kept in several forms."""
+    return bool(spec.whole_heads or spec.guards) or spec.text is not None
+
+
+def composed(
+    spec: StorageSpec,
+    heads: int,
+    build: Callable[[StorageSpec, int], Store],
+    by_class: Callable[[StorageSpec, StorageSpec], Store],
+) -> Store:
+    """A store of several parts, the outermost first: whole heads, token classes, guarded heads.
+
+    Args:
+        build: makes the store of a spec for so many heads.
+        by_class: makes the store of tokens of images and of text, given the specs of both.
+    """
+    if spec.whole_heads:
+        return split_heads("whole", spec.whole_heads, StorageSpec(), spec._replace(whole_heads=()), heads, build)
+    if spec.text is not None:
+        return by_class(spec._replace(text=None), spec.text)
+    (guard, guarded), rest = spec.guards[0], spec._replace(guards=spec.guards[1:])
+    if guard == spec._replace(guards=()):
+        return build(rest, heads)
+    return split_heads("guarded", guarded, guard, rest, heads, build)
+
+
+def split_heads(
+    name: str,
+    own: tuple[int, ...],
+    own_spec: StorageSpec,
+    rest_spec: StorageSpec,
+    heads: int,
+    build: Callable[[StorageSpec, int], Store],
+) -> Store:
+    """Heads `own` in one form, all others (of which there may be none) in another."""
+    if len(own) == heads:
+        return build(own_spec, heads)
+    number = {head: place for place, head in enumerate(head for head in range(heads) if head not in own)}
+    guards = [
+        (guard, tuple(number[head] for head in guarded if head in number)) for guard, guarded in rest_spec.guards
+    ]
+    rest_spec = rest_spec._replace(guards=tuple((guard, guarded) for guard, guarded in guards if guarded))
+    return SplitHeadsStore(own, build(own_spec, len(own)), build(rest_spec, heads - len(own)), name)
 
 
 def codec_for(spec: StorageSpec, width: int) -> Codec:
@@ -92,13 +165,25 @@ def check_heads(spec: StorageSpec, heads: int) -> None:
         raise ValueError(
             f"CacheConfig: skip_heads={list(spec.whole_heads)} is not allowed; allowed: KV heads from 0 to {heads - 1}"
         )
+    for _, guarded in spec.guards:
+        if guarded[-1] >= heads:
+            raise ValueError(
+                f"CacheConfig: guard_map has head {guarded[-1]} where the layer has {heads} KV heads: it was made for "
+                "another model"
+            )
 
 
-def check_static(spec: StorageSpec) -> None:
-    """ValueError for storage that cannot have a fixed size."""
-    if spec.scheme is not None and (spec.scheme == "kivi" or spec.sink_length or spec.residual_length):
+def check_static(spec: StorageSpec, sliding: bool = False) -> None:
+    """ValueError for storage that cannot have a fixed size (`sliding`: of a sliding window)."""
+    if spec.text is not None and sliding:
         raise ValueError(
-            f"a cache of fixed size cannot keep windows in full precision (scheme={spec.scheme!r}, sink_length="
-            f"{spec.sink_length}, residual_length={spec.residual_length}): leave out max_cache_len, or choose storage "
-            "without windows"
+            "a sliding window of fixed size cannot keep tokens of images otherwise than those of text (text_bits, "
+            "guard_map): leave out max_cache_len"
         )
+    for part in (spec, *(guard for guard, _ in spec.guards)):
+        if part.scheme is not None and (part.scheme == "kivi" or part.sink_length or part.residual_length):
+            raise ValueError(
+                f"a cache of fixed size cannot keep windows in full precision (scheme={part.scheme!r}, sink_length="
+                f"{part.sink_length}, residual_length={part.residual_length}): leave out max_cache_len, or choose "
+                "storage without windows"
+            )

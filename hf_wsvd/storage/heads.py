@@ -5,51 +5,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..image_tokens import ImageTokens
 from .composite import CompositeStore
 from .store import Store
 
 
 class SplitHeadsStore(CompositeStore):
-    """Heads `whole_heads` in one store, all others in another, each contiguous.
+    """Some heads in one store, all others in another, each contiguous.
 
     Args:
-        whole_heads: sorted, neither empty nor all.
-        whole, rest: empty stores for so many heads.
+        heads: those of the first store; sorted, neither none nor all.
+        first, rest: empty stores for so many heads.
+        name: of the first store, in names of tensors.
     """
 
-    def __init__(self, whole_heads: tuple[int, ...], whole: Store, rest: Store):
-        self.heads, self.width, self.dtype = whole.heads + rest.heads, rest.width, rest.dtype
-        self.order = [*whole_heads, *(head for head in range(self.heads) if head not in whole_heads)]
-        self.back = [self.order.index(head) for head in range(self.heads)]
-        self.count = len(whole_heads)
-        self.whole, self.rest = whole, rest
-        self.parts = {"whole": whole, "rest": rest}
+    def __init__(self, heads: tuple[int, ...], first: Store, rest: Store, name: str = "whole"):
+        self.heads, self.width = first.heads + rest.heads, rest.width
+        self.first_heads = as_slice(list(heads))
+        self.rest_heads = as_slice([head for head in range(self.heads) if head not in heads])
+        self.first, self.rest = first, rest
+        self.parts = {name: first, "rest": rest}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.first.dtype
 
     def __len__(self) -> int:
         return len(self.rest)
 
     def append(self, tokens: Tensor) -> None:
-        self.whole.append(tokens[:, self.order[: self.count]])
-        self.rest.append(tokens[:, self.order[self.count :]])
+        self.first.append(tokens[:, self.first_heads])
+        self.rest.append(tokens[:, self.rest_heads])
+
+    def append_marked(self, tokens: Tensor, image_tokens: ImageTokens) -> None:
+        self.first.append_marked(tokens[:, self.first_heads], image_tokens)
+        self.rest.append_marked(tokens[:, self.rest_heads], image_tokens)
 
     def read(self) -> Tensor:
-        whole, rest = self.whole.read(), self.rest.read()
-        if whole.requires_grad:
-            return torch.cat([whole, rest.to(whole.dtype)], dim=1)[:, self.back]
-        out = whole.new_empty((whole.shape[0], self.heads, *whole.shape[2:]))
-        out[:, self.order[: self.count]] = whole
-        out[:, self.order[self.count :]] = rest.to(whole.dtype)
+        first = self.first.read()
+        out = first.new_empty((first.shape[0], self.heads, *first.shape[2:]))
+        self._read_rest_into(out)
+        out[:, self.first_heads] = first
         return out
 
+    def read_into(self, out: Tensor) -> None:
+        self._read_rest_into(out)
+        if isinstance(self.first_heads, slice):
+            self.first.read_into(out[:, self.first_heads])
+        else:
+            out[:, self.first_heads] = self.first.read().to(out.dtype)
+
+    def _read_rest_into(self, out: Tensor) -> None:
+        if isinstance(self.rest_heads, slice):
+            self.rest.read_into(out[:, self.rest_heads])
+        else:
+            out[:, self.rest_heads] = self.rest.read().to(out.dtype)
+
     def crop(self, count: int) -> None:
-        self.whole.crop(count)
+        self.first.crop(count)
         self.rest.crop(count)
 
     def keep_last(self, count: int) -> None:
-        self.whole.keep_last(count)
+        self.first.keep_last(count)
         self.rest.keep_last(count)
 
     def _check_parts(self) -> None:
         super()._check_parts()
-        if len(self.whole) != len(self.rest):
-            raise ValueError(f"the heads hold {len(self.whole)} and {len(self.rest)} tokens")
+        if len(self.first) != len(self.rest):
+            raise ValueError(f"the heads hold {len(self.first)} and {len(self.rest)} tokens")
+
+
+def as_slice(heads: list[int]) -> slice | list[int]:
+    """The same heads as a slice where they are evenly spaced: tensors indexed by it are views."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = heads == list(range(heads[0], heads[-1] + 1, step))
+    return slice(heads[0], heads[-1] + 1, step) if even else heads

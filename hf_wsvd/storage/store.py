@@ -17,8 +17,8 @@ class Piece(NamedTuple):
     """One tensor of a store, for accounts of memory.
 
     Attributes:
-        kind: "payload" (tokens as they are kept), "scales", "window" (tokens kept beside them in full precision) or
-            "constants" (one for all stores of a scheme and width).
+        kind: "payload" (tokens as they are kept), "scales", "window" (tokens kept beside them in full precision),
+            "places" (where tokens of two classes are) or "constants" (one for all stores of a scheme and width).
         tensor: the allocated tensor.
         used: bytes of it that hold tokens; the rest of its storage is slack.
     """
