@@ -39,7 +39,7 @@ class Streaming:
         self.guard_map = config.guard_map if config.keeps_full_rank else None
         if config.keeps_full_rank and self.guard_map is None:
             raise ValueError(
-                "WSVDConfig: head_guard.rank='full' needs a guard_map where a checkpoint is compressed while it loads, "
+                "WSVDConfig: head_guard.rank='full' needs a guard_map where a checkpoint is compressed as it loads, "
                 "for no dense weight is left when heads are chosen: give one, or data in place of statistics"
             )
         self.dense_rows: dict[Side, Tensor] = {}
