@@ -69,8 +69,14 @@ class ImageTokens:
 
 
 VISUAL_TOKEN_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
-# Names of inputs that bring images or videos: pixels, or what an encoder made of them.
-VISUAL_INPUTS = ("image_hidden_states", "image_embeds", "image_features", "video_embeds", "video_features")
+# Arguments of forwards that bring no image. Whatever else is given (pixels, encoded images under any name) may.
+TEXT_INPUTS = (
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels", "cache"),
+    *("past_key_values", "logits_to_keep", "token_type_ids", "mm_token_type_ids", "rope_deltas", "seq_idx"),
+    # Of images, but none by themselves: some models get them at every step.
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "pixel_attention_mask"),
+    *("vision_feature_layer", "vision_feature_select_strategy"),
+)
 TEXT_ONLY = ImageTokens()
 
 
@@ -174,7 +180,7 @@ def watch_image_tokens(model: PreTrainedModel) -> bool:
     token_ids, installed = visual_token_ids(model), False
     for module in dict.fromkeys((model, model.base_model)):
         parameters = list(inspect.signature(module.forward).parameters)
-        if hasattr(module, "_wsvd_images") or "input_ids" not in parameters or not any(map(is_visual, parameters)):
+        if hasattr(module, "_wsvd_images") or not {"input_ids", "pixel_values"} <= set(parameters):
             continue
         module._wsvd_images = ImageWatch(token_ids, parameters)
         module._wsvd_images.handles = [
@@ -193,9 +199,11 @@ def unwatch_image_tokens(model: PreTrainedModel) -> None:
             handle.remove()
 
 
-def is_visual(name: str) -> bool:
-    """Whether an argument of this name brings images or videos."""
-    return name.startswith("pixel_values") or name in VISUAL_INPUTS
+def may_bring_images(name: str, value: Any) -> bool:
+    """Whether an argument of this name and value can hold images or videos."""
+    if name in TEXT_INPUTS or not isinstance(value, Tensor | dict | list | tuple):
+        return False
+    return isinstance(value, Tensor) or len(value) > 0
 
 
 def open_forward(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -218,7 +226,7 @@ def classes_of(watch: ImageWatch, args: tuple, kwargs: dict[str, Any]) -> ImageT
     input_ids: Tensor | None = given.get("input_ids")
     if input_ids is None:
         return None
-    if not any(is_visual(name) and value is not None for name, value in given.items()):
+    if not any(may_bring_images(name, value) for name, value in given.items()):
         return TEXT_ONLY
     mask = input_ids == watch.token_ids[0]
     for token_id in watch.token_ids[1:]:
