@@ -15,6 +15,8 @@ from .samples import runs_along_tokens
 # Of one forward, padding included. An accelerator wants large batches; a CPU gains nothing from more.
 GROUP_TOKENS, CPU_GROUP_TOKENS = 4096, 1024
 
+BESIDE_TOKENS = ("labels", "evidence_mask")  # columns of one entry a token that are no model inputs
+
 
 def group_tokens(device: torch.device) -> int:
     """How many tokens a forward on `device` should have at most."""
@@ -47,10 +49,7 @@ def joined(batches: list[Batch]) -> Batch:
         batches = [_with_mask(batch) for batch in batches]
     return {
         name: torch.cat(
-            [
-                _padded(name, batch[name], length) if runs_along_tokens(name) or name == "labels" else batch[name]
-                for batch in batches
-            ]
+            [_padded(name, batch[name], length) if _has_one_a_token(name) else batch[name] for batch in batches]
         )
         for name in batches[0]
     }
@@ -64,13 +63,17 @@ def _alike(first: Batch, second: Batch) -> bool:
         other = second[name]
         if one.dtype != other.dtype or one.ndim != other.ndim or one.device != other.device:
             return False
-        tokens = runs_along_tokens(name) or name == "labels"
+        tokens = _has_one_a_token(name)
         # A mask or position ids of another form than [rows, tokens] are a family's own business.
         if tokens and one.ndim != (3 if name == "inputs_embeds" else 2):
             return False
         if one.shape[2 if tokens else 1 :] != other.shape[2 if tokens else 1 :]:
             return False
     return True
+
+
+def _has_one_a_token(name: str) -> bool:
+    return runs_along_tokens(name) or name in BESIDE_TOKENS
 
 
 def _shape(batch: Batch) -> tuple[int, int]:

@@ -30,13 +30,15 @@ class HeadMeasures:
         scores: by the options of `config`.
         raw: measures of each sample by name, fp32 `[samples, layers, heads]` with NaN for what does not count; empty
             for selectors that keep none.
-        info: what was measured on: `samples`, `tokens`, `sha256`, `dataset` and so on; empty without data.
+        compressed: whether the model's cache holds latents.
+        info: of the calibration data: `samples`, `tokens`, `sha256`, `dataset` and so on; empty without data.
     """
 
     config: HeadGuardConfig
     num_key_value_heads: list[int]
     scores: HeadScores
     raw: dict[str, Tensor] = field(default_factory=dict)
+    compressed: bool = False
     info: dict[str, Any] = field(default_factory=dict)
 
     def guard_map(self, config: HeadGuardConfig | None = None) -> GuardMap:
@@ -109,7 +111,8 @@ class HeadMeasures:
             record.update({name: getattr(config, name) for name in SCORING_FIELDS})
         if not entry.data:
             return {**record, "seed": config.seed} if config.selector == "random" else record
-        return {**record, "calibration": self.info}
+        measured_on = "compressed" if self.compressed else "dense"
+        return {**record, "scores_on": measured_on, "calibration": self.info}
 
 
 def significant(value: float, digits: int = DIGITS) -> float:

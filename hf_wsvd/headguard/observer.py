@@ -52,8 +52,8 @@ Observer = Callable[[AttentionCall], None]
 def observed(model: PreTrainedModel, observer: Observer) -> Iterator[None]:
     """Show `observer` every call of the decoder's attention layers with keys of their own.
 
-    The model computes what it computed before, with "sdpa" or "eager" where it used a function that hides its masks. Outside,
-    after an error too, the decoder has the attention function it had.
+    The model computes what it computed before, with "sdpa" or "eager" where it used a function that hides its masks.
+    Outside, after an error too, the decoder has the attention function it had.
 
     Raises:
         ValueError: the decoder's attention does not go through transformers' attention interface.

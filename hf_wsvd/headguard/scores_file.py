@@ -14,6 +14,7 @@ from ..tensor_file import Entry, expect, form, read_tensors, write_tensors
 from .combination import ABSENT
 from .measures import HeadMeasures
 from .scoring import HeadScores
+from .selectors import ENTRIES
 
 
 FORMAT_VERSION = 1
@@ -24,13 +25,14 @@ SIDES = ("key", "value")
 def save_head_scores(path: str | PathLike[str], measures: HeadMeasures) -> None:
     """Write a safetensors file whole or not at all.
 
-    It holds `scores.key` and `scores.value` fp32 `[layers, heads]`, `raw.*` fp32 as `HeadMeasures.raw`, and as JSON the
-    options, the heads of every layer and the record of the calibration data.
+    It holds `scores.key` and `scores.value` fp32 `[layers, heads]`, `raw.*` fp32 as `HeadMeasures.raw`, and as JSON
+    the options, the heads of every layer and the record of the calibration data.
     """
     header = {
         "version": FORMAT_VERSION,
         "config": dataclasses.replace(measures.config, guard_map=None).to_dict(),
         "num_key_value_heads": measures.num_key_value_heads,
+        "compressed": measures.compressed,
         "info": measures.info,
     }
     scores = {f"scores.{side}": value for side, value in zip(SIDES, measures.scores)}
@@ -92,4 +94,21 @@ def _measures(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> HeadM
         expect(right, f"{name[:80]} is {form(value)}, wanted [samples, {len(counts)}, heads] float32")
         expect(not bool(value.isinf().any()), f"{name[:80]} holds infinity")
         raw[name.removeprefix("raw.")] = value
-    return HeadMeasures(config, counts, HeadScores(*sides), raw, info)
+    compressed = header.get("compressed")
+    expect(isinstance(compressed, bool), "it does not say whether the model was compressed")
+    measures = HeadMeasures(config, counts, HeadScores(*sides), raw, compressed, info)
+    _check_raw(measures)
+    return measures
+
+
+def _check_raw(measures: HeadMeasures) -> None:
+    """Raise ValueError unless the scores are those of the samples' measures, where a selector keeps these."""
+    entry = ENTRIES[measures.config.selector]
+    if not entry.combined:
+        return
+    try:
+        again = entry.combine()(measures.raw, measures.num_key_value_heads, measures.config)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"its measures do not fit its model: {error}") from error
+    close = [torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(again, measures.scores)]
+    expect(all(close), "its scores are not those of its measures")

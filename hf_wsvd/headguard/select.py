@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..attention import bound_layers
 from ..calibration.batches import Batch, recorded_source
 from ..calibration.data import calibration_info, validate_batches
 from ..decoder import evaluation_mode
@@ -75,7 +76,7 @@ def measure_heads(
         for layer, heads in enumerate(counts):
             if not bool(torch.isfinite(side[layer, :heads]).all()):
                 raise ValueError(f"the scores of decoder layer {layer} by selector={config.selector!r} are not finite")
-    return HeadMeasures(config, counts, scores, task.raw, info)
+    return HeadMeasures(config, counts, scores, task.raw, bool(bound_layers(model)), info)
 
 
 def resolved_tokens(model: PreTrainedModel, config: HeadGuardConfig, entry: Entry) -> str:
