@@ -24,7 +24,7 @@ from .attention import bound_layers
 from .cache import model_cache_config
 from .decoder import decoder_attentions
 from .estimate import estimate_memory
-from .headguard.summary import guard_summary
+from .headguard.summary import guard_summary, image_storage
 from .quantizer_config import CacheConfig, WSVDConfig
 from .self_check import self_check_of
 from .version import __version__
@@ -158,6 +158,7 @@ def model_card(
         kv_bytes={name: (kv_bytes or kv_bytes_per_token(model))[name] for name in ("dense", "compressed")},
         latent=any(layout is not None for layout in config.key_layout),
         cache=None if config.cache is None else json.dumps(packed_fields(config.cache)),
+        image_tokens=config.storage is not None and config.storage.by_class,
         guards=guard_facts(config),
         packed_tokens=PACKED_TOKENS,
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
@@ -257,10 +258,12 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
     """Bytes that one token adds to the cache of one sequence, over all decoder layers: dense, and with the latents.
 
     The rotary rows that latent layers share count, with `head_dim` numbers a token and kind of rotation (a model that
-    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included.
+    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included, of
+    images where these are kept otherwise than others.
     """
-    if model_cache_config(model) is not None:
-        estimate = estimate_memory(model, PACKED_TOKENS)
+    cache = model_cache_config(model)
+    if cache is not None:
+        estimate = estimate_memory(model, PACKED_TOKENS, cache_config=image_storage(cache))
         return {
             "dense": estimate.dense_cache_bytes // PACKED_TOKENS,
             "compressed": estimate.cache_bytes // PACKED_TOKENS,

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from .cache import stored_layers
 from .calibration import is_statistics
 from .calibration.batches import Batch
 from .decoder import key_value_heads
@@ -15,7 +16,7 @@ from .headguard import select_heads
 from .headguard.select import resolved_tokens
 from .headguard.selectors import ENTRIES
 from .image_tokens import reads_images
-from .quantizer_config import GuardMap, WSVDConfig
+from .quantizer_config import CacheConfig, GuardMap, WSVDConfig
 
 
 def chooses_heads(config: WSVDConfig) -> bool:
@@ -56,6 +57,11 @@ def check_map(model: PreTrainedModel, guard_map: GuardMap) -> None:
         )
 
 
+def check_storage(model: PreTrainedModel, cache: CacheConfig) -> None:
+    """Raise ValueError for a packed cache that the layers of `model` cannot have, before heads are measured for it."""
+    stored_layers(model, DynamicCache(config=model.config.get_text_config(decoder=True)).layers, cache)
+
+
 def refuse_statistics(config: WSVDConfig, calibration: Any) -> None:
     """Raise ValueError for statistics in place of calibration data where guarded heads are to be measured."""
     if needs_guard_data(config) and is_statistics(calibration):
@@ -82,5 +88,6 @@ def guard_heads(model: PreTrainedModel, config: WSVDConfig, batches: Iterable[Ba
         ValueError: as `select_heads`; `config` is then unchanged.
     """
     if chooses_heads(config):
+        check_storage(model, config.cache)
         guard_map = select_heads(model, batches, config.head_guard, cache=config.cache)
         config.head_guard = dataclasses.replace(config.head_guard, guard_map=guard_map)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 from ..auto_class import auto_class_of
 from ..calibration.batches import Batch
 from ..files import check_output, replaced_folder
-from ..guarding import check_guards
+from ..guarding import check_guards, check_storage
 from ..headguard import measure_heads, save_head_scores
 from ..headguard.selectors import ENTRIES
 from ..headguard.summary import guard_lines, image_bytes_per_token, overlap, without_guards
@@ -112,6 +112,7 @@ def headguard(
         raise ValueError(f"--selector {selector} measures nothing: leave out --dataset")
     loaded = load_any(model, source, auto_class, dtype, device, compressed=config is not None)
     check_guards(loaded, WSVDConfig(rank_ratio=None, cache=cache, head_guard=guard))
+    check_storage(loaded, cache)
     if batches is None and measuring:
         batches = built_in_batches(loaded, processor, samples, max_tokens, seed)
     measures = measure_heads(loaded, batches, guard, cache=cache)
@@ -150,9 +151,7 @@ def cache_of(config: WSVDConfig | None, options: dict[str, Any]) -> CacheConfig:
     """The packed cache that the options ask for, over what the checkpoint has; ValueError if there is none."""
     present = None if config is None else config.cache
     if present is None and not {"bits", "scheme"} & set(options):
-        raise ValueError(
-            "--bits is missing: the model has no packed cache yet from which heads could be guarded"
-        )
+        raise ValueError("--bits is missing: the model has no packed cache yet from which heads could be guarded")
     return dataclasses.replace(without_guards(present or CacheConfig()), **options)
 
 

@@ -9,14 +9,14 @@ from huggingface_hub import HfApi
 from transformers import AutoConfig, PretrainedConfig
 
 from ..auto_class import auto_class_of
-from ..card import PACKED_TOKENS
+from ..card import PACKED_TOKENS, packed_fields
 from ..estimate import estimate_memory
 from ..evaluate.cache_size import cache_size
 from ..evaluate.tables import text_table
 from ..files import check_output_file
 from ..headguard.heat_map import save_heat_map
-from ..headguard.summary import guard_lines, guard_summary
-from ..quantizer_config import CacheConfig, WSVDConfig
+from ..headguard.summary import guard_lines, guard_summary, image_storage
+from ..quantizer_config import WSVDConfig
 from ..self_check import PARTS
 from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
 from ..verification import verify as verify_model
@@ -113,14 +113,13 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 def packed_cache(config: PretrainedConfig) -> dict[str, Any] | None:
     """How the caches that the model makes by itself are packed, and what they take; None if they are not."""
     quantization = config.quantization_config
-    options = quantization.get("cache") if isinstance(quantization, dict) else quantization.cache
-    if options is None:
+    cache = WSVDConfig(**(quantization if isinstance(quantization, dict) else quantization.to_dict())).storage
+    if cache is None:
         return None
-    estimate = estimate_memory(config, PACKED_TOKENS)
-    fields = CacheConfig.parse(options).to_dict()
-    fields.pop("guard_map", None)  # shown by itself
+    estimate = estimate_memory(config, PACKED_TOKENS, cache_config=image_storage(cache))
     return {
-        "config": fields,
+        "config": packed_fields(cache),
+        "tokens_of": "images" if cache.by_class else "any kind",
         "tokens": PACKED_TOKENS,
         "bytes_per_token": estimate.cache_bytes // PACKED_TOKENS,
         "share_of_dense": estimate.share_of_dense,
@@ -172,7 +171,7 @@ def text(description: dict[str, Any]) -> str:
     if packed is not None:
         lines.append(
             f"  packed as {json.dumps(packed['config'])}: {packed['bytes_per_token']:,} bytes a token in all, "
-            f"{packed['share_of_dense']:.1%} of dense, at {packed['tokens']:,} tokens"
+            f"{packed['share_of_dense']:.1%} of dense, at {packed['tokens']:,} tokens of {packed['tokens_of']}"
         )
     if packed is not None and description["head_guard"] is not None:
         lines += ["", "guarded heads"]

@@ -5,18 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ..attention import bound_layers
-from ..decoder import decoder_attentions
-from ..quantizer_config import CacheConfig, GuardMap, StorageSpec
+from ..estimate import estimate_memory
+from ..quantizer_config import CacheConfig, GuardMap
 from ..quantizer_config.guard_map import SIDES
-from ..storage import make_store
-from ..storage.narrow import narrowed
-
-
-IMAGE_TOKENS = 512  # an image, for bytes a token: windows and groups of KIVI are in it
 
 
 def guard_summary(guard_map: GuardMap) -> dict[str, Any]:
@@ -68,33 +61,23 @@ def overlap(guard_map: GuardMap, other: GuardMap) -> float:
     return len(here & there) / len(here) if here else 1.0
 
 
-def image_bytes_per_token(model: PreTrainedModel, cache: CacheConfig) -> float:
-    """Bytes that one token of an image takes in all layers of a packed cache of `model`, scales included.
-
-    Measured on stores of `IMAGE_TOKENS` tokens of zeros, constants of a scheme and room to grow left out.
+def image_bytes_per_token(model: PreTrainedModel | PretrainedConfig, cache: CacheConfig, tokens: int = 512) -> float:
+    """Bytes that one token of an image takes in all layers of a packed cache of `model`, scales and windows included.
 
     Args:
-        model: dense, or compressed and bound.
+        model: dense or compressed, or its config.
         cache: with a guard map or without.
+        tokens: of the image; windows of KIVI and constants of a scheme count in proportion.
     """
-    latent, total = bound_layers(model), 0
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
-    for attention in decoder_attentions(model):
-        storage = cache.storage(attention.layer, layers, attention.layer in latent)
-        if attention.layer in latent:
-            storage = narrowed(storage, attention.module)
-        for side in SIDES:
-            projection = getattr(attention.module, f"{side[0]}_proj")
-            width = projection.width if attention.layer in latent else attention.head_dim
-            total += bytes_of_images(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
-    return total / IMAGE_TOKENS
+    return estimate_memory(model, tokens, cache_config=image_storage(cache)).cache_bytes / tokens
 
 
-def bytes_of_images(spec: StorageSpec, side: str, heads: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes of `IMAGE_TOKENS` image tokens of one side of one layer."""
-    store = make_store(spec._replace(text=None), side, heads, width, dtype)
-    store.append(torch.zeros(1, heads, IMAGE_TOKENS, width, dtype=dtype))
-    return sum(piece.used for piece in store.pieces() if piece.kind != "constants")
+def image_storage(cache: CacheConfig) -> CacheConfig:
+    """A cache that keeps all tokens as `cache` keeps those of images."""
+    guard_map = cache.guard_map
+    if guard_map is not None:
+        guard_map = dataclasses.replace(guard_map, tokens="all")
+    return dataclasses.replace(cache, text_bits=None, guard_map=guard_map)
 
 
 def without_guards(cache: CacheConfig) -> CacheConfig:
