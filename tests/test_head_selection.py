@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_wsvd.calibration import CalibrationSet, calibration_info
+from hf_wsvd.calibration import CalibrationSet, calibration_info, collect_statistics
 from hf_wsvd.headguard import (
     HeadMeasures,
     heads_from_scores,
@@ -199,6 +199,18 @@ def test_a_finished_map_is_taken_if_it_fits(dense):
     other = GuardMap(key={0: {1: 8}}, num_key_value_heads=[2, 2])
     with pytest.raises(ValueError, match=r"another model: a decoder of 2 layers.*has 3 layers"):
         select_heads(dense("llava"), config=HeadGuardConfig(guard_map=other))
+
+
+def test_evidence_is_for_selectors_alone(dense):
+    """A fit on the same data sees and keeps none of it."""
+    with_evidence = collect_statistics(dense("llava"), rows("llava"))
+    plain = collect_statistics(dense("llava"), without(rows("llava"), "evidence_mask"))
+    for name in ("gram", "gradient"):
+        held = getattr(plain, name)
+        assert all(torch.equal(getattr(with_evidence, name)[key], held[key]) for key in held)
+    kept = [*(a.inputs for a in with_evidence.answered), *(s.inputs for s in with_evidence.samples)]
+    assert kept
+    assert not any("evidence_mask" in inputs for inputs in kept)
 
 
 def without(batches: list[Batch], column: str) -> list[Batch]:

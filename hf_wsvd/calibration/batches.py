@@ -8,6 +8,9 @@ import torch
 
 Batch = dict[str, torch.Tensor]
 
+# Columns of one entry a token that say what to look at, and that no model is given.
+BESIDE_INPUTS = ("labels", "evidence_mask")
+
 IGNORED = -100  # the label of a token that is no answer; transformers' losses leave it out
 
 

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
 from ..modules import LatentProjection
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
-from .batches import IGNORED, Batch
+from .batches import BESIDE_INPUTS, IGNORED, Batch
 from .chat import place
 from .dense_side import dense_samples, recorded_probe
 from .grouping import joined
@@ -87,7 +87,7 @@ class Collector:
         for batch in members:  # one by one: joined, a row with images would be kept with its padding
             keep_samples(self.samples, batch, self.model.dtype)
         batch = joined(members)
-        inputs = place({name: value for name, value in batch.items() if name != "labels"}, self.model)
+        inputs = place({name: value for name, value in batch.items() if name not in BESIDE_INPUTS}, self.model)
         if "inputs_embeds" in inputs:
             inputs["inputs_embeds"] = inputs["inputs_embeds"].detach().requires_grad_()
         self._mask = inputs.get("attention_mask")
@@ -201,7 +201,7 @@ class Collector:
             return
         top = torch.cat([most_likely(part) for part in rows.split(512)])
         kept = [log_probabilities_of(a, b) for a, b in zip(rows.split(512), top.split(512))]
-        inputs = {name: value.detach().cpu() for name, value in batch.items() if name != "labels"}
+        inputs = {name: value.detach().cpu() for name, value in batch.items() if name not in BESIDE_INPUTS}
         self.answered.append(Answered(inputs, counted.cpu(), top.int().cpu(), torch.cat(kept).cpu()))
 
     def _see_input(self, layer: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:

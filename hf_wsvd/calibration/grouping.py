@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batches import IGNORED, Batch
+from .batches import BESIDE_INPUTS, IGNORED, Batch
 from .samples import runs_along_tokens
 
 
 # Of one forward, padding included. An accelerator wants large batches; a CPU gains nothing from more.
 GROUP_TOKENS, CPU_GROUP_TOKENS = 4096, 1024
-
-BESIDE_TOKENS = ("labels", "evidence_mask")  # columns of one entry a token that are no model inputs
 
 
 def group_tokens(device: torch.device) -> int:
@@ -73,7 +71,7 @@ def _alike(first: Batch, second: Batch) -> bool:
 
 
 def _has_one_a_token(name: str) -> bool:
-    return runs_along_tokens(name) or name in BESIDE_TOKENS
+    return runs_along_tokens(name) or name in BESIDE_INPUTS
 
 
 def _shape(batch: Batch) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from .batches import BESIDE_INPUTS
+
 
 MAX_SAMPLES = 4
 MAX_TOKENS = 128  # of a sample without images; one with images stays whole
@@ -29,7 +31,7 @@ def keep_samples(samples: list[dict[str, Tensor]], batch: Mapping[str, Tensor], 
     images gives one sample: its first row, where every column has one entry a row, else all of it. What cannot be cut
     into a prompt and a continuation is left out: single tokens, masks of another kind than `[batch, tokens]`.
     """
-    columns = {name: value for name, value in batch.items() if name != "labels"}
+    columns = {name: value for name, value in batch.items() if name not in BESIDE_INPUTS}
     first = columns["input_ids"] if "input_ids" in columns else columns["inputs_embeds"]
     rows = first.shape[0]
     mask = columns.get("attention_mask")

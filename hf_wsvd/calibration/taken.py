@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ..tensor_file import DTYPES, expect, form
-from .batches import Batch
+from .batches import BESIDE_INPUTS, Batch
 from .samples import runs_along_tokens
 
 
 INPUT_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Arguments of a forward that say what to compute instead of what on.
-NOT_INPUTS = ("labels", "cache", "past_key_values", "use_cache", "return_dict")
+NOT_INPUTS = (*BESIDE_INPUTS, "cache", "past_key_values", "use_cache", "return_dict")
 
 
 class Taken:

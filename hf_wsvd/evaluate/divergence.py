@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..calibration.batches import BESIDE_INPUTS
 from ..calibration.chat import place
 
 
@@ -63,7 +64,7 @@ def counted_logits(
 ) -> torch.Tensor:
     """Logits `[N, vocabulary]` of a batch's N counted positions, see `divergence`."""
     counted = counted_positions(batch, positions)
-    inputs = place({name: value for name, value in batch.items() if name != "labels"}, model)
+    inputs = place({name: value for name, value in batch.items() if name not in BESIDE_INPUTS}, model)
     with torch.no_grad():
         logits = model(**inputs, use_cache=False).logits[:, :-1]
     return logits[counted.to(logits.device)]

@@ -10,14 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..calibration.batches import Batch
+from ..calibration.batches import BESIDE_INPUTS, Batch
 from ..calibration.cached_run import undisturbed
 from ..calibration.chat import place
 from ..calibration.grouping import group_tokens, groups_of, joined
 from ..calibration.modes import frozen
 from ..decoder import evaluation_mode
 from .observer import AttentionCall, observed
-from .positions import NO_INPUTS, Positions, positions_of
+from .positions import Positions, positions_of
 from .scoring import ScoringTask
 
 
@@ -56,7 +56,7 @@ def require(task: ScoringTask, *, images: bool = False, answers: bool = False) -
 
 def inputs_of(batch: Batch) -> Batch:
     """What the model takes of a batch."""
-    return {name: value for name, value in batch.items() if name not in NO_INPUTS}
+    return {name: value for name, value in batch.items() if name not in BESIDE_INPUTS}
 
 
 @torch.no_grad()

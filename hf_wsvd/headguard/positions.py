@@ -13,10 +13,6 @@ from ..calibration.answers import counted_positions, placeholder_ids
 from ..calibration.batches import IGNORED, Batch
 
 
-# Columns that say what to look at; the rest is what the model takes.
-NO_INPUTS = ("labels", "evidence_mask")
-
-
 def visual_token_ids(model: PreTrainedModel) -> list[int]:
     """Token ids that stand for an image or a video; empty for a text-only model."""
     names = [f"{kind}_token_{form}" for kind in ("image", "video") for form in ("id", "index")]
