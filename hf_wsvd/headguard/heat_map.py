@@ -90,7 +90,7 @@ def draw_panel(
         for head in range(heads):
             box = (left + head * cell, y, left + (head + 1) * cell - 2, y + cell - 2)
             score = score_of(guard_map, side, layer, head)
-            pen.rectangle(box, NO_SCORE if score is None else colour(score, low, high))
+            pen.rectangle(box, NO_SCORE if score is None else colour(place_of(score, low, high)))
             if head in getattr(guard_map, side).get(layer, {}):
                 draw_frame(pen, box)
 
@@ -115,7 +115,7 @@ def draw_legend(
     else:
         low, high = score_range(guard_map)
         for x in range(length):
-            pen.line((left + x, top, left + x, top + height), colour(low + (high - low) * x / (length - 1), low, high))
+            pen.line((left + x, top, left + x, top + height), colour(x / (length - 1)))
         pen.text((left, top + height + 3), f"{low:.3g}", INK, font)
         pen.text((left + length, top + height + 3), f"{high:.3g}", INK, font, anchor="ra")
         pen.text((left + length / 2, top + height + 3), "score", INK, font, anchor="ma")
@@ -139,13 +139,16 @@ def score_range(guard_map: GuardMap) -> tuple[float, float]:
     return (min(finite), max(finite)) if finite else (0.0, 0.0)
 
 
-def colour(score: float, low: float, high: float) -> tuple[int, ...]:
-    """Of a score between `low` and `high`, mixed from the two nearest of `COLOURS`."""
-    place = (score / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5  # halves: the range may overflow
-    place *= len(COLOURS) - 1
+def colour(share: float) -> tuple[int, ...]:
+    """Of a place in the range of scores, from 0 to 1: mixed from the two nearest of `COLOURS`."""
+    place = share * (len(COLOURS) - 1)
     first = min(int(place), len(COLOURS) - 2)
-    share = place - first
-    return tuple(round(a + (b - a) * share) for a, b in zip(COLOURS[first], COLOURS[first + 1]))
+    return tuple(round(a + (b - a) * (place - first)) for a, b in zip(COLOURS[first], COLOURS[first + 1]))
+
+
+def place_of(score: float, low: float, high: float) -> float:
+    """Where a score lies between `low` and `high`; in halves, for their difference may overflow."""
+    return (score / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
 
 
 def printed(selector: str | None) -> str:
