@@ -3,10 +3,10 @@
     python benchmarks/head_guard_decode.py --threads 1 --output docs/results/head_guard_decode_cpu.json
     python benchmarks/head_guard_decode.py --device cuda --dtype bfloat16 --output head_guard_decode_cuda.json
 
-Random weights in the shape of six layers of SmolLM2-135M as the decoder of a LLaVA; caches filled with random keys and
-values, most of which are said to be of images, then steps of a token. All caches are in one process and take turns token by token, so that a slow minute of
-the machine hits all. `ratio` is the median over steps of a step's time over that of the same scheme without guards,
-in which text is kept in the model's dtype too ("image") or packed too ("all").
+Random weights in the shape of six layers of SmolLM2-135M as the decoder of a LLaVA; caches filled with random keys
+and values, most of which are said to be of images, then steps of a token. All caches are in one process and take turns
+token by token, so that a slow minute of the machine hits all. `ratio` is the median over steps of a step's time over
+that of the same scheme without guards, in which text is kept in the model's dtype too ("image") or packed too ("all").
 """
 
 import argparse

@@ -11,6 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from .cache import WSVDCache
 from .compat import CACHE_ARGUMENT, CACHE_ARGUMENTS
 from .decoder import decoder_of
+from .image_tokens import unwatch_image_tokens
 from .quantizer_config import CacheConfig, LayerStorage
 from .upgrade import create_layers, upgraded
 
@@ -37,7 +38,8 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
     Raises:
         ValueError: as `WSVDCache` of this config, and for a decoder whose forward takes no cache.
     """
-    WSVDCache(model, cache_config=cache_config)  # whatever is wrong with it shows now and not at the first token
+    # Whatever is wrong with it shows now and not at the first token; from here on the model tells its image tokens.
+    WSVDCache(model, cache_config=cache_config)
     decoder = decoder_of(model)
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     storages = {
@@ -55,6 +57,7 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
 
 def remove_cache_hook(model: PreTrainedModel) -> None:
     """Undo `install_cache_hook`; nothing where it was not installed."""
+    unwatch_image_tokens(model)
     hook = vars(decoder_of(model)).pop("_wsvd_cache", None)
     if hook is not None:
         hook.handle.remove()

@@ -24,7 +24,7 @@ from .attention import bound_layers
 from .cache import model_cache_config
 from .decoder import decoder_attentions
 from .estimate import estimate_memory
-from .headguard.summary import guard_summary, image_storage
+from .headguard.summary import guard_summary
 from .quantizer_config import CacheConfig, WSVDConfig
 from .self_check import self_check_of
 from .version import __version__
@@ -261,9 +261,8 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
     rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included, of
     images where these are kept otherwise than others.
     """
-    cache = model_cache_config(model)
-    if cache is not None:
-        estimate = estimate_memory(model, PACKED_TOKENS, cache_config=image_storage(cache))
+    if model_cache_config(model) is not None:
+        estimate = estimate_memory(model, PACKED_TOKENS, image_tokens=PACKED_TOKENS)
         return {
             "dense": estimate.dense_cache_bytes // PACKED_TOKENS,
             "compressed": estimate.cache_bytes // PACKED_TOKENS,

@@ -15,7 +15,7 @@ from .memory_report import MemoryReport, memory_report, stores_of
 from .meta_fill import fill
 from .meta_model import MetaModel
 from .quantizer_config import CacheConfig
-from .storage import static_stores
+from .storage import Store
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ def estimate_memory(
     rank_ratio: float | None = None,
     dtype: torch.dtype | str | None = None,
     decoding: bool = False,
+    image_tokens: int | None = None,
     revision: str | None = None,
     **fields: Any,
 ) -> MemoryEstimate:
@@ -95,6 +96,9 @@ def estimate_memory(
         dtype: of the weights; None: that of the model or config, else bfloat16.
         decoding: False: right after a prompt of `tokens`, when little memory is spare; True: after one of `tokens - 1`
             and a token more, with up to 1/64 spare for the next.
+        image_tokens: of `tokens`, where the cache keeps tokens of images otherwise than those of text; needed there.
+            They count as of rows that are alike; a batch with images in other places in every row also keeps a map
+            and a few spare slots.
         revision: of a Hub repository.
 
     Raises:
@@ -105,7 +109,7 @@ def estimate_memory(
     check_counts(tokens, batch, max_cache_len, decoding)
     meta = MetaModel(model, dtype=dtype, rank_ratio=rank_ratio, revision=revision)
     options = {"bits": bits, "cache_config": cache_config, "max_cache_len": max_cache_len, **fields}
-    return estimate_on(meta, tokens, batch, decoding, options)
+    return estimate_on(meta, tokens, batch, decoding, options, image_tokens=image_tokens)
 
 
 def estimate_on(
@@ -115,18 +119,21 @@ def estimate_on(
     decoding: bool,
     options: dict[str, Any],
     dense_cache_bytes: int | None = None,
+    image_tokens: int | None = None,
 ) -> MemoryEstimate:
     """`estimate_memory` for a model that is there already; `options` are those of `WSVDCache`.
 
     Args:
         dense_cache_bytes: `dense_bytes` of the same, where known.
+        image_tokens: as of `estimate_memory`.
     """
     if meta.config is not None and all(options.get(name) is None for name in options if name != "max_cache_len"):
         options = {**options, "cache_config": meta.config.storage}
     meta.bind()
     cache = WSVDCache(meta.model, **options)
-    bring_to(meta, cache, tokens, batch, decoding)
-    settle_lengths(cache, tokens)
+    check_image_tokens(image_tokens, tokens - decoding, cache.cache_config)
+    bring_to(meta, cache, tokens, batch, decoding, image_tokens or 0)
+    settle_lengths(cache, tokens, image_tokens or 0)
     report = memory_report(cache)
     kept = sum(report.sum(kind) for kind in ("payload", "scales", "window", "places", "constants"))
     return MemoryEstimate(
@@ -149,19 +156,28 @@ def dense_bytes(meta: MetaModel, tokens: int, batch: int, decoding: bool) -> int
     return cache_nbytes(cache)
 
 
-def bring_to(meta: MetaModel, cache: Cache, tokens: int, batch: int, decoding: bool) -> None:
+def bring_to(meta: MetaModel, cache: Cache, tokens: int, batch: int, decoding: bool, image_tokens: int = 0) -> None:
     """Bring an empty cache to `tokens`."""
-    fill(meta.model, cache, tokens - decoding, batch)
+    fill(meta.model, cache, tokens - decoding, batch, image_tokens)
     if decoding:
         fill(meta.model, cache, 1, batch)
 
 
-def settle_lengths(cache: Cache, tokens: int) -> None:
+def settle_lengths(cache: Cache, tokens: int, image_tokens: int) -> None:
     """Let packed static layers know how long they are: their lengths are tensors, which have no values on meta."""
     for layer in cache.layers:
         if isinstance(layer, PackedStaticMixin):
-            for static in (inner for store in stores_of(layer) for inner in static_stores(store)):
-                static.layer.cumulative_length = torch.tensor(tokens)
+            for store in stores_of(layer):
+                settle(store, tokens, image_tokens)
+
+
+def settle(store: Store, tokens: int, image_tokens: int) -> None:
+    """The same for a store."""
+    if hasattr(store, "layer"):
+        store.layer.cumulative_length = torch.tensor(tokens)
+    by_class = {"image": image_tokens, "text": tokens - image_tokens}
+    for name, part in getattr(store, "parts", {}).items():
+        settle(part, by_class.get(name, tokens), image_tokens)
 
 
 def elements(cache: Cache) -> int:
@@ -185,6 +201,17 @@ def check_counts(tokens: int, batch: int, max_cache_len: int | None, decoding: b
             raise ValueError(f"{name}={value!r} is not allowed; allowed: at least {least}")
     if isinstance(max_cache_len, int) and tokens > max_cache_len:
         raise ValueError(f"tokens={tokens} is not allowed; allowed: at most max_cache_len={max_cache_len}")
+
+
+def check_image_tokens(image_tokens: int | None, prompt_tokens: int, cache_config: CacheConfig) -> None:
+    """ValueError unless it is known how many tokens of the prompt are of images, where that matters."""
+    if image_tokens is None and not cache_config.by_class:
+        return
+    if isinstance(image_tokens, bool) or not isinstance(image_tokens, int) or not 0 <= image_tokens <= prompt_tokens:
+        why = " (this cache keeps tokens of images otherwise than others)" if image_tokens is None else ""
+        raise ValueError(
+            f"image_tokens={image_tokens!r} is not allowed; allowed: a number from 0 to {prompt_tokens}{why}"
+        )
 
 
 def human_bytes(count: int) -> str:

@@ -15,6 +15,7 @@ from .cache_layers import StoredMixin
 from .call import LatentCall, active_call
 from .compat import CACHE_ARGUMENT
 from .decoder import decoder_of
+from .image_tokens import TEXT_ONLY, ImageTokens, told
 from .latent_layers import LatentMixin
 from .storage import Codec, Packed, Store
 
@@ -25,7 +26,7 @@ WRAPPED = ("update", "update_indexer", "new_store")
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int) -> None:
+def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int, image_tokens: int = 0) -> None:
     """Give every layer of `cache` that many more tokens of each sequence, as one call of the model would.
 
     A short prompt runs through the decoder; each layer puts tokens of the same kind, in full number, in place of its
@@ -34,6 +35,7 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int) -> None:
     Args:
         model: on the meta device.
         cache: a new one, or one that this function has filled.
+        image_tokens: how many of the tokens are of images, the first ones of every sequence.
 
     Raises:
         ValueError: a model whose forward looks at values, which tensors of the meta device have not.
@@ -50,8 +52,11 @@ def fill(model: PreTrainedModel, cache: Cache, tokens: int, batch: int) -> None:
         if isinstance(layer, StoredMixin):
             layer.new_store = partial(quick_store, layer, layer.new_store, coded)
     inputs = torch.zeros(batch, length, dtype=torch.long, device="meta")
+    runs = [(True, 0, image_tokens), (False, image_tokens, tokens)]
+    classes = ImageTokens.of_rows_alike([run for run in runs if run[1] < run[2]]) if image_tokens else TEXT_ONLY
     try:
-        decoder_of(model)(input_ids=inputs, use_cache=True, **{CACHE_ARGUMENT: cache})
+        with told(classes):
+            decoder_of(model)(input_ids=inputs, use_cache=True, **{CACHE_ARGUMENT: cache})
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise ValueError(
             f"{type(model).__name__} cannot run without weights ({str(error).splitlines()[0]}): fill a cache of the "
@@ -119,10 +124,16 @@ def quick_store(
 
 def encoded_once(codec: Codec, encode: Callable, coded: dict[tuple, Packed], spec: tuple, tokens: Tensor) -> Packed:
     """What `encode` gives for tokens of this shape and storage, in tensors of their own."""
-    key = (type(codec), spec, tokens.shape, tokens.dtype)
+    key = (settings_of(codec), spec, tokens.shape, tokens.dtype)
     if key not in coded:
         packed = encode(tokens)
         if codec.state:  # it remembers something of its tokens, which every layer has to do for itself
             return packed
         coded[key] = packed
     return Packed(*(torch.empty_like(part) for part in coded[key]))
+
+
+def settings_of(codec: Codec) -> tuple:
+    """What tells codecs apart: parts of one store may have several of one kind."""
+    numbers = tuple((name, value) for name, value in vars(codec).items() if isinstance(value, int | torch.dtype))
+    return (type(codec), numbers, *(settings_of(part) for part in vars(codec).values() if isinstance(part, Codec)))

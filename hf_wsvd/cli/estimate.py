@@ -37,6 +37,9 @@ def estimate(
         bool, typer.Option("--decoding", help="After the next token, with the memory spare for more.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub repository.")] = None,
+    image_tokens: Annotated[
+        int | None, typer.Option(help="Of TOKENS, where the checkpoint keeps tokens of images in another form.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the bytes of every layer.")] = False,
 ) -> None:
     """Print the memory of weights and KV cache at a length, from the config alone."""
@@ -67,7 +70,7 @@ def estimate(
     rows: dict[str, MemoryEstimate] = {}
     for name, (of, options) in settings.items():
         try:
-            rows[name] = estimate_on(of, tokens, batch, decoding, options, dense)
+            rows[name] = estimate_on(of, tokens, batch, decoding, options, dense, image_tokens)
         except ValueError as error:
             if len(settings) == 1:
                 raise

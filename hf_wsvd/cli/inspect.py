@@ -15,7 +15,7 @@ from ..evaluate.cache_size import cache_size
 from ..evaluate.tables import text_table
 from ..files import check_output_file
 from ..headguard.heat_map import save_heat_map
-from ..headguard.summary import guard_lines, guard_summary, image_storage
+from ..headguard.summary import guard_lines, guard_summary
 from ..quantizer_config import WSVDConfig
 from ..self_check import PARTS
 from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
@@ -111,12 +111,15 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def packed_cache(config: PretrainedConfig) -> dict[str, Any] | None:
-    """How the caches that the model makes by itself are packed, and what they take; None if they are not."""
+    """How the caches that the model makes by itself are packed, and what they take; None if they are not.
+
+    All tokens count as of images where these are kept otherwise than others.
+    """
     quantization = config.quantization_config
     cache = WSVDConfig(**(quantization if isinstance(quantization, dict) else quantization.to_dict())).storage
     if cache is None:
         return None
-    estimate = estimate_memory(config, PACKED_TOKENS, cache_config=image_storage(cache))
+    estimate = estimate_memory(config, PACKED_TOKENS, image_tokens=PACKED_TOKENS)
     return {
         "config": packed_fields(cache),
         "tokens_of": "images" if cache.by_class else "any kind",

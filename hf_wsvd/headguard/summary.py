@@ -69,15 +69,7 @@ def image_bytes_per_token(model: PreTrainedModel | PretrainedConfig, cache: Cach
         cache: with a guard map or without.
         tokens: of the image; windows of KIVI and constants of a scheme count in proportion.
     """
-    return estimate_memory(model, tokens, cache_config=image_storage(cache)).cache_bytes / tokens
-
-
-def image_storage(cache: CacheConfig) -> CacheConfig:
-    """A cache that keeps all tokens as `cache` keeps those of images."""
-    guard_map = cache.guard_map
-    if guard_map is not None:
-        guard_map = dataclasses.replace(guard_map, tokens="all")
-    return dataclasses.replace(cache, text_bits=None, guard_map=guard_map)
+    return estimate_memory(model, tokens, cache_config=cache, image_tokens=tokens).cache_bytes / tokens
 
 
 def without_guards(cache: CacheConfig) -> CacheConfig:
