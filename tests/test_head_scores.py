@@ -19,6 +19,7 @@ from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.decoder import decoder_attentions, decoder_of
 from hf_wsvd.headguard import measure_heads
 from hf_wsvd.headguard.observer import AttentionCall, observed
+from hf_wsvd.headguard.positions import positions_of
 from hf_wsvd.quantizer_config import HeadGuardConfig
 
 
@@ -220,6 +221,23 @@ def test_rows_without_an_image_or_an_answer_count_for_the_output_alone(dense):
     assert_near(found[OUTPUT], torch.cat([brute_force(model, batch)[OUTPUT] for batch in batches]))
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_first_token_of_a_row_is_no_answer_to_its_padding(dense, side):
+    members = [
+        {**member, "labels": member["input_ids"].masked_fill(member["input_ids"] == 127, -100)}
+        for member in rows("llava")
+    ]
+    alone = torch.cat([gradients(dense("llava"), [member])[ANSWER] for member in members])
+    assert_near(gradients(dense("llava"), [padded(members, side)])[ANSWER], alone.double(), 1e-4)
+
+
+def test_padding_that_looks_like_an_image_is_none(dense):
+    batch = {"input_ids": torch.tensor([[127, 127, 5, 6]]), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
+    positions = positions_of(batch, dense("llava"))
+    assert positions.image.tolist() == [[False, True, False, False]]
+    assert positions.text.tolist() == [[False, False, True, True]]
+
+
 def expected_scores(options: dict, raw: dict[str, Tensor]) -> Tensor:
     """The definition, option by option."""
     image = raw[IMAGE] if options.get("answer") == "log_probability" else raw[IMAGE] * raw[ANSWER].exp()
@@ -312,8 +330,9 @@ def test_attention_mass_is_that_of_the_maps(dense, family, implementation):
 def test_hits_are_those_of_the_maps(dense, family, form, implementation):
     model, batch = copy.deepcopy(dense(family)), padded(rows(family), "right")
     decoder_of(model).set_attn_implementation(implementation)
-    batches = [batch] if form == "padded" else rows(family)
-    found = measure_heads(model, batches, {"selector": "retrieval"}).raw["evidence_hits"]
+    # One row alone needs no mask but the causal one, which sdpa is given as none at all.
+    sets = [[batch]] if form == "padded" else [[member] for member in rows(family)]
+    found = torch.cat([measure_heads(model, one, {"selector": "retrieval"}).raw["evidence_hits"] for one in sets])
     assert found.max() > 0
     for layer, weights in enumerate(maps(dense(family), batch)):
         first = weights.argmax(-1)  # [B, heads, N]
