@@ -336,6 +336,11 @@ def test_heads_of_full_rank_are_saved_and_loaded(full, tmp_path):
             AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_the_range_of_keys_is_measured_beside_heads_of_full_rank(full):
+    config = HeadGuardConfig(selector="key_range", fraction=0.5)
+    assert len(select_heads(full[0], labelled_batches("llama"), config)) == 3
+
+
 def test_a_checkpoint_compressed_while_it_loads_keeps_the_same_heads_whole(full, statistics, tmp_path):
     build("llama").save_pretrained(tmp_path / "dense")
     save_statistics(statistics("llama"), tmp_path / "stats.safetensors")
