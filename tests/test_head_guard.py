@@ -21,6 +21,7 @@ from hf_wsvd import (
     compress,
     load_calibration,
     save_statistics,
+    select_heads,
     verify,
 )
 from hf_wsvd.card import model_card
