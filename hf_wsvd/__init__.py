@@ -14,11 +14,12 @@ from .calibration import (
     save_statistics,
 )
 from .estimate import MemoryEstimate, estimate_memory
+from .headguard import select_heads
 from .hub import model_card, push_to_hub
 from .image_tokens import image_tokens
 from .memory_report import MemoryReport, memory_report
 from .quantizer import WSVDHfQuantizer, compress
-from .quantizer_config import CacheConfig, WSVDConfig
+from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, WSVDConfig
 from .register import register_quantization
 from .verification import renew_self_check, verify
 from .version import __version__
@@ -29,6 +30,8 @@ register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
     "CacheConfig",
+    "GuardMap",
+    "HeadGuardConfig",
     "MemoryEstimate",
     "MemoryReport",
     "WSVDCache",
@@ -48,5 +51,6 @@ __all__ = [
     "push_to_hub",
     "renew_self_check",
     "save_statistics",
+    "select_heads",
     "verify",
 ]

@@ -18,6 +18,7 @@ from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
 from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
 from .storage import make_store
+from .storage.narrow import narrowed
 from .upgrade import upgraded
 
 
@@ -181,9 +182,12 @@ def stored_layers(
     from .attention import bound_layers
 
     latent = bound_layers(model)
+    modules = {attention.layer: attention.module for attention in decoder_attentions(model)}
     layers, packed, untouched = [], [], []
     for number, layer in enumerate(stock):
         storage = cache_config.storage(number, len(stock), number in latent)
+        if number in latent:
+            storage = narrowed(storage, modules[number])
         new = upgraded(layer, number in latent, storage)
         if not storage.whole:
             if new is not None:
@@ -211,7 +215,7 @@ def check_widths(model: PreTrainedModel, layers: list[CacheLayerMixin]) -> None:
             continue
         for side in ("key", "value"):
             projection = getattr(attention.module, f"{side[0]}_proj")
-            width = projection.rank if isinstance(layer, LatentMixin) else attention.head_dim
+            width = projection.width if isinstance(layer, LatentMixin) else attention.head_dim
             make_store(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
 
 

@@ -157,7 +157,7 @@ def shape_of(
         expect(heads > 0 and width > 0, f"{label} has {heads} heads of width {width}")
         return heads, width, None
     projection = getattr(attention.module, f"{side[0]}_proj")
-    heads, width = attention.heads, projection.rank if latent else attention.head_dim
+    heads, width = attention.heads, projection.width if latent else attention.head_dim
     found = record.get("heads"), record.get("width")
     expect(found == (heads, width), f"{label} has {str(found)[:80]} as heads and width, not {heads} and {width}")
     dtype = projection.weight.dtype

@@ -24,6 +24,8 @@ from .attention import bound_layers
 from .cache import model_cache_config
 from .decoder import decoder_attentions
 from .estimate import estimate_memory
+from .headguard.summary import guard_summary
+from .quantizer_config import CacheConfig, WSVDConfig
 from .self_check import self_check_of
 from .version import __version__
 
@@ -155,7 +157,9 @@ def model_card(
         metrics=rows,
         kv_bytes={name: (kv_bytes or kv_bytes_per_token(model))[name] for name in ("dense", "compressed")},
         latent=any(layout is not None for layout in config.key_layout),
-        cache=None if config.cache is None else json.dumps(config.cache.to_dict()),
+        cache=None if config.cache is None else json.dumps(packed_fields(config.cache)),
+        image_tokens=config.storage is not None and config.storage.by_class,
+        guards=guard_facts(config),
         packed_tokens=PACKED_TOKENS,
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
@@ -164,6 +168,30 @@ def model_card(
         self_check=self_check_of(model),
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
+
+
+def packed_fields(cache: CacheConfig) -> dict[str, Any]:
+    """The fields of a packed cache without its guard map, which is long and described by itself."""
+    return {name: value for name, value in cache.to_dict().items() if name != "guard_map"}
+
+
+def guard_facts(config: WSVDConfig) -> dict[str, Any] | None:
+    """What the card says of guarded heads, as text fit for Markdown; None without any."""
+    if config.guard_map is None:
+        return None
+    facts = guard_summary(config.guard_map)
+    fraction = facts["guarded_heads"] / max(1, facts["heads"])
+    if config.head_guard is not None and config.head_guard.selector == facts["selector"]:
+        fraction = config.head_guard.fraction
+    sides = {"k": "keys", "v": "values", "kv": "keys and values"}.get(facts["protect"], facts["protect"])
+    return {
+        **facts,
+        "selector": _table_text(facts["selector"] or "not recorded"),
+        "fraction": f"{fraction:.4g}",
+        "sides": sides,
+        "bits": " or ".join(map(str, facts["bits"])),
+        "tokens": "all tokens" if facts["tokens"] == "all" else "tokens of images and videos",
+    }
 
 
 def hub_name(name: str | None) -> str | None:
@@ -230,11 +258,11 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
     """Bytes that one token adds to the cache of one sequence, over all decoder layers: dense, and with the latents.
 
     The rotary rows that latent layers share count, with `head_dim` numbers a token and kind of rotation (a model that
-    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included, half
-    of them of images where that matters.
+    rotates a part of each head holds fewer). Packed caches are taken at `PACKED_TOKENS` tokens, windows included, of
+    images where these are kept otherwise than others.
     """
     if model_cache_config(model) is not None:
-        estimate = estimate_memory(model, PACKED_TOKENS, image_tokens=PACKED_TOKENS // 2)
+        estimate = estimate_memory(model, PACKED_TOKENS, image_tokens=PACKED_TOKENS)
         return {
             "dense": estimate.dense_cache_bytes // PACKED_TOKENS,
             "compressed": estimate.cache_bytes // PACKED_TOKENS,
@@ -247,7 +275,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> dict[str, int]:
         dense += whole
         if attention.layer in latent:
             projections = attention.module.k_proj, attention.module.v_proj
-            compressed += sum(projection.heads * projection.rank for projection in projections)
+            compressed += sum(projection.weight.shape[0] for projection in projections)
             binding = attention.module._wsvd
             if binding.layout.rotation != "none":
                 rows[binding.row_group] = attention.head_dim

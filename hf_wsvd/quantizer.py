@@ -17,6 +17,7 @@ from .calibration import Statistics, given_statistics, is_statistics
 from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
+from .guarding import check_guards, refuse_statistics
 from .hub import install_push_to_hub, remove_push_to_hub
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
@@ -85,7 +86,9 @@ class WSVDHfQuantizer(HfQuantizer):
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         elif not self._fitted:
             config = self.quantization_config
-            targets(model, config)  # ranks that do not fit fail before anything is read
+            targets(model, config)  # ranks and guards that do not fit fail before anything is read
+            check_guards(model, config)
+            refuse_statistics(config, config.calibration)
             statistics = given_statistics(config.calibration)
             if statistics is not None:
                 self._streaming = Streaming(model, config, statistics)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
 from .calibration import Statistics
-from .fit import Fit, planned, refine
+from .calibration.statistics import Side
+from .fit import Fit, full_rank_heads, planned, refine
 from .quantizer_config import WSVDConfig
 from .self_check import recorded_dense_side, warn_of_no_self_check
 from .surgery import settle
@@ -35,6 +36,13 @@ class Streaming:
 
     def __init__(self, model: PreTrainedModel, config: WSVDConfig, statistics: Statistics):
         self.config, self.statistics = config, statistics
+        self.guard_map = config.guard_map if config.keeps_full_rank else None
+        if config.keeps_full_rank and self.guard_map is None:
+            raise ValueError(
+                "WSVDConfig: head_guard.rank='full' needs a guard_map where a checkpoint is compressed as it loads, "
+                "for no dense weight is left when heads are chosen: give one, or data in place of statistics"
+            )
+        self.dense_rows: dict[Side, Tensor] = {}
         self.plan = planned(model, config, statistics)
         # Parameters that are still dense.
         self.dense: dict[str, tuple[Target, str, int]] = {
@@ -65,10 +73,14 @@ class Streaming:
             ValueError: as `Plan.projection`.
         """
         target, side, rank = self.dense[name]
+        layer = target.attention.layer
         linear = getattr(target.attention.module, f"{side}_proj")
         if weight.shape != linear.weight.shape:
             raise ValueError(f"{name} is {list(weight.shape)} in the checkpoint, not {list(linear.weight.shape)}")
         linear.weight = nn.Parameter(weight)
+        heads = [] if self.guard_map is None or side == "q" else full_rank_heads(self.guard_map, side, layer)
+        if heads:
+            self.dense_rows[layer, side] = weight.unflatten(0, (target.attention.heads, -1))[heads]
         projection = self.plan.projection(target, side, rank, linear)
         setattr(target.attention.module, f"{side}_proj", projection)
         del self.dense[name]
@@ -87,7 +99,7 @@ class Streaming:
             if weight.is_meta:
                 raise ValueError(f"{name} was not loaded")
             self.take(name, weight.data)
-        fit = Fit(self.plan.targets, self.plan.info)
+        fit = Fit(self.plan.targets, self.plan.info, dense_rows=self.dense_rows)
         refine(model, self.config, self.statistics, fit)
         dense = None
         if self.config.self_check != "none":

@@ -13,13 +13,24 @@ from transformers import PreTrainedModel
 from .attention import bind, implementation_for, unbind
 from .cache_hook import install_cache_hook, remove_cache_hook
 from .calibration import Statistics, collect_statistics, default_calibration, given_statistics, is_statistics
+from .calibration.batches import Batch
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_of, decoder_shape
-from .fit import Fit, fitted
+from .fit import Fit, fitted, keep_full_rank
+from .guarding import (
+    check_guards,
+    chooses_heads,
+    guard_heads,
+    needs_guard_data,
+    read_again,
+    refuse_statistics,
+)
+from .image_tokens import unwatch_image_tokens
 from .modules import LatentProjection
 from .probe import probe_key_layouts
-from .quantizer_config import CacheConfig, KeyLayout, WSVDConfig
+from .quantizer_config import CacheConfig, HeadGuardConfig, KeyLayout, WSVDConfig
 from .self_check import SelfCheck, attach_self_check, measured_dense_side, recorded_dense_side
+from .storage.narrow import narrowed
 from .targets import Target, targets
 from .trial import layers_that_need_keys
 
@@ -38,11 +49,9 @@ def fit_latents(
     a failure the model is as it was.
     """
     targets(model, config)  # before any long work
+    check_guards(model, config)
     if not config.compresses:
-        if not (calibration is None and statistics is None):
-            raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
-        bind_all(model, [], {}, config.storage)
-        record(config, Fit([], {}), {}, decoder_shape(model), {})
+        pack_dense(model, config, calibration if statistics is None else statistics, processor)
         return
     if statistics is not None and not is_statistics(statistics):
         raise ValueError(
@@ -51,10 +60,12 @@ def fit_latents(
         )
     if statistics is not None and calibration is not None:
         raise ValueError("calibration and statistics are both given: statistics were measured on data of their own")
+    refuse_statistics(config, calibration if statistics is None else statistics)
     statistics = given_statistics(calibration if statistics is None else statistics)
     if statistics is None:
         if calibration is None:
             calibration = default_calibration(model, processor)
+        calibration = read_again(calibration) if needs_guard_data(config) else calibration
         statistics = collect_statistics(
             model,
             calibration,
@@ -65,9 +76,12 @@ def fit_latents(
     dense = None
     if config.self_check != "none":
         dense = recorded_dense_side(statistics, config.self_check) or measured_dense_side(model)
+    batches = calibration if needs_guard_data(config) else None
+    if config.head_guard is not None and config.head_guard.scores_on == "dense":
+        guard_heads(model, config, batches)
     with fitted(model, config, statistics) as fit:
         try:
-            settle(model, config, fit, dense, statistics.info)
+            settle(model, config, fit, dense, statistics.info, batches)
         except BaseException:
             unbind_all(model)
             decoder_of(model).set_attn_implementation(implementation)
@@ -76,12 +90,36 @@ def fit_latents(
         fit.keep()
 
 
-def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfCheck | None, info: dict) -> None:
-    """All that follows once the factors stand in the model: key layouts, trial, binding, self-check, record.
+def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, processor: Any) -> None:
+    """A config without ranks: packed caches over dense keys and values, and the choice of guarded heads.
+
+    Raises:
+        ValueError: data or statistics that nothing is measured on, and as `select_heads`.
+    """
+    refuse_statistics(config, calibration)
+    if calibration is not None and (is_statistics(calibration) or not needs_guard_data(config)):
+        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+    if calibration is None and needs_guard_data(config):
+        calibration = default_calibration(model, processor)
+    guard_heads(model, config, calibration)
+    bind_all(model, [], {}, config.storage)
+    record(config, Fit([], {}), {}, decoder_shape(model), {})
+
+
+def settle(
+    model: PreTrainedModel,
+    config: WSVDConfig,
+    fit: Fit,
+    dense: SelfCheck | None,
+    info: dict,
+    batches: Iterable[Batch] | None = None,
+) -> None:
+    """All that follows once the factors stand in the model: key layouts, trial, binding, guards, self-check, record.
 
     Args:
         dense: the dense model's side of the self-check; None for a model that goes without.
         info: what the statistics know of the calibration data.
+        batches: what guarded heads are measured on, where the config asks for any.
     """
     attentions = [target.attention for target in fit.targets]
     layouts = probe_key_layouts(model, attentions)
@@ -90,6 +128,9 @@ def settle(model: PreTrainedModel, config: WSVDConfig, fit: Fit, dense: SelfChec
     for layer in layers_that_need_keys(model, latent) if latent else ():
         layouts[layer] = None
     bind_all(model, fit.targets, layouts)
+    guard_heads(model, config, batches)
+    if config.keeps_full_rank:
+        keep_full_rank(fit, config.guard_map)
     attach_self_check(model, dense)
     bind_all(model, fit.targets, layouts, config.storage)
     record(config, fit, layouts, decoder_shape(model), info)
@@ -101,6 +142,7 @@ def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], s
     config.k_rank, config.v_rank = fit.ranks("k", layers), fit.ranks("v", layers)
     if any(target.q_rank is not None for target in fit.targets):
         config.q_rank = fit.ranks("q", layers)
+    config.k_full_heads, config.v_full_heads = (full_heads(fit.targets, side, layers) for side in "kv")
     config.fit_info = fit.info
     config.key_layout = [str(layouts[i]) if layouts.get(i) is not None else None for i in range(layers)]
     config.decoder_shape = shape
@@ -108,20 +150,34 @@ def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], s
     config.calibration = None
 
 
+def full_heads(chosen: list[Target], side: str, layers: int) -> list[list[int] | None] | None:
+    """By decoder layer the heads of `side` that keep their full rank beside heads that are cut; None without any."""
+    by_layer = {t.attention.layer: getattr(t.attention.module, f"{side}_proj").full_heads for t in chosen}
+    return [list(by_layer.get(n) or ()) or None for n in range(layers)] if any(by_layer.values()) else None
+
+
 def insert_empty(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
     """Exchange the modules of a model without weights (on the meta device) for a compressed checkpoint's."""
     check_shape(model, config)
+    check_guards(model, config)
+    if chooses_heads(config):
+        raise ValueError(
+            "the quantization_config of this checkpoint has a head_guard without a guard_map: it was not written by "
+            "save_pretrained of a compressed model"
+        )
     chosen = targets(model, config)
     check_norms(chosen, config)
     for target in chosen:
         for side, rank, linear in target.sides():
             heads, head_dim = target.attention.heads_of(side), target.attention.head_dim
+            full = None if side == "q" else getattr(config, f"{side}_full_heads")
             projection = LatentProjection(
                 linear.in_features,
                 heads,
                 head_dim,
                 rank,
                 linear.bias is not None,
+                full_heads=(full[target.attention.layer] or ()) if full else (),
                 device=linear.weight.device,
                 dtype=linear.weight.dtype,
             )
@@ -150,6 +206,12 @@ def check_shape(model: PreTrainedModel, config: WSVDConfig) -> None:
             f"WSVDConfig: key_layout has {len(config.key_layout)} entries, the decoder has "
             f"{shape['num_hidden_layers']} layers"
         )
+    for name in ("k_full_heads", "v_full_heads"):
+        by_layer = getattr(config, name)
+        if by_layer is not None and len(by_layer) != shape["num_hidden_layers"]:
+            raise ValueError(
+                f"WSVDConfig: {name} has {len(by_layer)} entries, the decoder has {shape['num_hidden_layers']} layers"
+            )
 
 
 def check_norms(chosen: list[Target], config: WSVDConfig) -> None:
@@ -184,12 +246,35 @@ def bind_all(
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     for target in chosen:
         layer = target.attention.layer
-        storage = cache.storage(layer, layers, layouts[layer] is not None)
-        bind(target.attention.module, layer, layouts[layer], storage)
+        module, latent = target.attention.module, layouts[layer] is not None
+        storage = cache.storage(layer, layers, latent)
+        bind(module, layer, layouts[layer], narrowed(storage, module) if latent else storage)
     if packed:
         install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
     if chosen:
         decoder_of(model).set_attn_implementation(implementation_for(model))
+
+
+def guard_compressed(
+    model: PreTrainedModel, config: WSVDConfig, cache: CacheConfig, head_guard: HeadGuardConfig
+) -> None:
+    """Give a compressed and bound model another packed cache with other guarded heads, whose map is finished.
+
+    Raises:
+        ValueError: a map for another model, or storage that the layers cannot have; the model is then as it was.
+    """
+    before = config.cache, config.head_guard
+    layouts = {i: KeyLayout.parse(text) for i, text in enumerate(config.key_layout)}
+    chosen = targets(model, config)
+    try:
+        config.cache, config.head_guard = cache, head_guard
+        config.post_init()
+        check_guards(model, config)
+        bind_all(model, chosen, layouts, config.storage)
+    except BaseException:
+        config.cache, config.head_guard = before
+        bind_all(model, chosen, layouts, config.storage)
+        raise
 
 
 def unbind_all(model: PreTrainedModel) -> None:
@@ -205,6 +290,7 @@ def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     decoder = decoder_of(model)
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
     unbind_all(model)
+    unwatch_image_tokens(model)
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):
             continue

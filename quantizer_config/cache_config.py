@@ -40,6 +40,8 @@ class StorageSpec(NamedTuple):
         text: how tokens that are not of images are kept; None: like all others. The other fields then say how tokens
             of images are kept, but for `whole_heads`, which holds for both.
         guards: heads that are kept in other forms, pairs of a spec and sorted heads.
+        width: channels that are kept of each head but `wide_heads`, whose other channels are zero; None: all.
+        wide_heads: heads that have numbers in all their channels.
     """
 
     scheme: str | None = None
@@ -51,6 +53,8 @@ class StorageSpec(NamedTuple):
     whole_heads: tuple[int, ...] = ()
     text: StorageSpec | None = None
     guards: tuple[tuple[StorageSpec, tuple[int, ...]], ...] = ()
+    width: int | None = None
+    wide_heads: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:

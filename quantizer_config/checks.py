@@ -55,6 +55,18 @@ def check_ranks(field: str, value: Any) -> None:
             fail(field, value, allowed)
 
 
+def check_heads_by_layer(field: str, value: Any) -> None:
+    """A list with sorted heads (or None) for each decoder layer, or None."""
+    if value is None:
+        return
+    rows = value if isinstance(value, list | tuple) else [0]
+    for row in rows:
+        heads = row if isinstance(row, list | tuple) else [-1]
+        sound = all(type(head) is int and head >= 0 for head in heads) and list(heads) == sorted(set(heads))
+        if not (row is None or sound):
+            fail(field, value, "a list with the sorted heads (or None) of every decoder layer, or None")
+
+
 def check_names(field: str, value: Any) -> None:
     """A list of non-empty strings, or None."""
     if value is None:

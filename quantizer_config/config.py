@@ -10,7 +10,17 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .cache_config import CacheConfig
-from .checks import check_choice, check_int, check_names, check_number, check_ranks, check_ratio, fail
+from .checks import (
+    check_choice,
+    check_heads_by_layer,
+    check_int,
+    check_names,
+    check_number,
+    check_ranks,
+    check_ratio,
+    fail,
+)
+from .guard_map import GuardMap
 from .head_guard_config import HeadGuardConfig
 from .layout import KeyLayout
 
@@ -75,7 +85,10 @@ class WSVDConfig(QuantizationConfigMixin):
             keep latents, and keys and values of layers that stay dense. `None` keeps the model's dtype. May be given
             anew when a checkpoint is loaded.
         head_guard: A `HeadGuardConfig` (or a dict of its fields): some KV heads keep more bits than `cache` gives
-            (HeadGuard, arXiv 2609.35800). The fit chooses them, on `calibration`, and writes its `guard_map`.
+            (HeadGuard, arXiv 2609.35800). The fit chooses them, on `calibration`, and writes its `guard_map`; with
+            one, it may be given anew when a checkpoint is loaded, together with `cache`.
+        k_full_heads, v_full_heads: Per decoder layer, the KV heads that keep their full rank beside heads that are
+            cut, for `head_guard` with rank "full"; written by the fit.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
             is loaded, which is compressed once it is in memory; `None` takes the built-in default set. Or what
             `collect_statistics` returned, or the path of its file: then the checkpoint is compressed while it loads,
@@ -124,6 +137,8 @@ class WSVDConfig(QuantizationConfigMixin):
         fit_info: dict[str, Any] | None = None,
         key_layout: list[str | None] | None = None,
         decoder_shape: dict[str, Any] | None = None,
+        k_full_heads: list[list[int] | None] | None = None,
+        v_full_heads: list[list[int] | None] | None = None,
         version: int = FORMAT_VERSION,
         **unknown: Any,
     ):
@@ -157,6 +172,8 @@ class WSVDConfig(QuantizationConfigMixin):
         self.fit_info = fit_info
         self.key_layout = key_layout
         self.decoder_shape = decoder_shape
+        self.k_full_heads = k_full_heads
+        self.v_full_heads = v_full_heads
         self._check_unknown({k: v for k, v in unknown.items() if k not in INFORMATIVE_KEYS})
         if unknown.get("quant_method", "wsvd") != "wsvd":
             fail("quant_method", unknown["quant_method"], "'wsvd'")
@@ -196,6 +213,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self._settle_method()
         if self.cache is not None and not isinstance(self.cache, CacheConfig | dict):
             fail("cache", self.cache, "a CacheConfig, a dict of its fields, or None")
+        self._refuse_paths()
         self.cache = CacheConfig.parse(self.cache)
         self._settle_head_guard()
         check_names("modules_to_not_convert", self.modules_to_not_convert)
@@ -210,6 +228,8 @@ class WSVDConfig(QuantizationConfigMixin):
                 fail("key_layout", self.key_layout, "a list with one entry a decoder layer")
             for entry in self.key_layout:
                 KeyLayout.parse(entry)
+        for name in ("k_full_heads", "v_full_heads"):
+            check_heads_by_layer(name, getattr(self, name))
         for name in ("calibration_info", "fit_info", "decoder_shape"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, dict):
@@ -218,7 +238,17 @@ class WSVDConfig(QuantizationConfigMixin):
             if isinstance(value, tuple) and name != "calibration":
                 setattr(self, name, list(value))
 
+    def _refuse_paths(self) -> None:
+        """A dict is what a checkpoint's config.json holds, and that must not name files to read."""
+        for name in ("cache", "head_guard"):
+            given = getattr(self, name)
+            guard_map = given.get("guard_map") if isinstance(given, dict) else None
+            if guard_map is not None and not isinstance(guard_map, GuardMap | dict):
+                fail(f"{name}['guard_map']", guard_map, "a GuardMap or a dict of its fields")
+
     def _settle_head_guard(self) -> None:
+        if self.head_guard is not None and not isinstance(self.head_guard, HeadGuardConfig | dict):
+            fail("head_guard", self.head_guard, "a HeadGuardConfig, a dict of its fields, or None")
         self.head_guard = HeadGuardConfig.parse(self.head_guard)
         if self.head_guard is None:
             return
@@ -230,7 +260,7 @@ class WSVDConfig(QuantizationConfigMixin):
             )
         if self.cache.guard_map is not None:
             fail("head_guard", self.head_guard, "None where cache has a guard_map of its own")
-        if self.head_guard.rank == "full" and not self.compresses:
+        if self.keeps_full_rank and not self.compresses:
             fail("head_guard.rank", "full", "'latent' where nothing is cut: every head has its full rank")
 
     def _settle_method(self) -> None:
@@ -259,6 +289,16 @@ class WSVDConfig(QuantizationConfigMixin):
         return fields
 
     @property
+    def guard_map(self) -> GuardMap | None:
+        """The guarded heads, by whichever field they were given."""
+        return None if self.storage is None else self.storage.guard_map
+
+    @property
+    def keeps_full_rank(self) -> bool:
+        """Whether guarded heads are not cut."""
+        return self.head_guard is not None and self.head_guard.rank == "full"
+
+    @property
     def storage(self) -> CacheConfig | None:
         """`cache` with the guarded heads of `head_guard`, once they are known."""
         if self.cache is None or self.head_guard is None or self.head_guard.guard_map is None:
@@ -279,7 +319,18 @@ class WSVDConfig(QuantizationConfigMixin):
                 "WSVDConfig: calibration is given, but this checkpoint is compressed already: load it without "
                 "quantization_config, or compress the dense checkpoint"
             )
-        return {} if self.cache is None else {"cache": self.cache}
+        if self.cache is None:
+            return {}
+        if self.keeps_full_rank and self.decoder_shape is None:
+            fail("head_guard.rank", "full", "'latent' for a compressed checkpoint, whose weights stay as they are")
+        if self.head_guard is not None and self.head_guard.guard_map is None:
+            raise ValueError(
+                "WSVDConfig: head_guard has no guard_map, and a compressed checkpoint is loaded without calibration "
+                "data: choose the heads with `hf-wsvd headguard`, or give head_guard=HeadGuardConfig(guard_map=...)"
+            )
+        if self.head_guard is not None or self.cache.guard_map is not None:
+            return {"cache": self.cache, "head_guard": self.head_guard}
+        return {"cache": self.cache}  # the checkpoint's guarded heads stay guarded
 
     def __iter__(self):
         yield from self.to_dict().items()

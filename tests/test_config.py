@@ -9,8 +9,10 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers import AutoQuantizationConfig
 
 from hf_wsvd import CacheConfig, WSVDConfig
-from hf_wsvd.quantizer_config import FORMAT_VERSION, KeyLayout
+from hf_wsvd.quantizer_config import FORMAT_VERSION, GuardMap, HeadGuardConfig, KeyLayout
 
+
+GUARD_MAP = {"key": {0: {1: 16}}, "num_key_value_heads": [2, 2]}
 
 # One config a field, each with values other than the defaults.
 ACCEPTED = [
@@ -48,6 +50,9 @@ ACCEPTED = [
     {"seed": 7},
     {"self_check": "probe"},
     {"cache": CacheConfig(bits=4, layers={0: {"bits": 8}})},
+    {"cache": CacheConfig(bits=4), "head_guard": HeadGuardConfig(fraction=0.25, selector="random", protect="kv")},
+    {"k_full_heads": [[1], None, [0, 3]]},
+    {"v_full_heads": [None, [0]]},
     {"fit_info": {"predicted_loss": 0.5}},
     {"calibration_info": {"samples": 2, "tokens": 9, "sha256": "00"}},
     {"key_layout": ["none:halves", "before:interleaved", "after:interleaved_halves", "before_by_token:none", None]},
@@ -81,6 +86,9 @@ REFUSED = [
     *[("seed", value, "from 0") for value in (-1, 0.5, "0", None, True)],
     *[("self_check", value, "'calibration', 'probe', 'none'") for value in (True, None, "samples")],
     *[("cache", value, "a CacheConfig, a dict of its fields, or None") for value in (4, "int4", [4])],
+    *[("head_guard", value, "a HeadGuardConfig, a dict of its fields, or None") for value in (0.1, "kv", [0.1])],
+    *[("k_full_heads", value, "sorted heads") for value in (1, "1", [1], [[2, 1]], [[-1]], [[1, 1]], [[True]])],
+    ("v_full_heads", {"0": [1]}, "sorted heads"),
     *[("fit_info", value, "a dict") for value in ([], "text", 3)],
     *[("calibration_info", value, "a dict") for value in ([], "text", 3)],
     *[("key_layout", value, "one entry a decoder layer") for value in ("none:halves", 3, {"0": "none:halves"})],
@@ -140,6 +148,37 @@ def test_unknown_fields_are_refused_with_the_nearest_known_one():
 def test_a_newer_format_asks_for_an_upgrade_instead_of_blaming_its_fields():
     with pytest.raises(ValueError, match=r"newer hf_wsvd.*pip install -U hf_wsvd.*future_field"):
         WSVDConfig(version=FORMAT_VERSION + 1, future_field=3)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_guards_are_no_matter_of_the_version(version):
+    fields = {"cache": {"bits": 4}, "head_guard": {"fraction": 0.5}}
+    assert WSVDConfig(version=version, **fields).head_guard == HeadGuardConfig(fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_guard": {}}, "only together with a cache"),
+        ({"head_guard": {}, "cache": {"bits": 4, "guard_map": GUARD_MAP}}, "None where cache has a guard_map"),
+        ({"head_guard": {"rank": "full"}, "cache": {"bits": 4}, "rank_ratio": None}, "every head has its full rank"),
+        ({"head_guard": {"fractoin": 0.5}, "cache": {"bits": 4}}, r"did you mean 'fraction'\?"),
+        ({"head_guard": {"guard_map": "map.json"}, "cache": {"bits": 4}}, r"head_guard\['guard_map'\]='map.json'"),
+        ({"cache": {"bits": 4, "guard_map": "/etc/hosts"}}, r"cache\['guard_map'\]='/etc/hosts' is not allowed"),
+    ],
+)
+def test_guards_that_say_nothing_or_name_files_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        WSVDConfig(**fields)
+
+
+def test_a_finished_guard_map_is_part_of_the_storage_and_of_the_json():
+    config = WSVDConfig(cache={"bits": 4}, head_guard={"guard_map": GUARD_MAP})
+    assert config.guard_map == config.storage.guard_map == GuardMap(**GUARD_MAP)
+    assert config.cache.guard_map is None
+    assert WSVDConfig(**json.loads(json.dumps(config.to_dict()))) == config
+    assert WSVDConfig(cache={"bits": 4}, head_guard={}).guard_map is None
+    assert WSVDConfig(cache={"bits": 4, "guard_map": GUARD_MAP}).guard_map == GuardMap(**GUARD_MAP)
 
 
 @pytest.mark.parametrize("version", [1, 2])

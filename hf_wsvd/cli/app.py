@@ -12,6 +12,7 @@ from .calibrate import calibrate
 from .compress import compress
 from .demo import demo
 from .estimate import estimate
+from .headguard import headguard
 from .inspect import inspect
 
 
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(calibrate)
 app.command()(compress)
+app.command()(headguard)
 app.command()(estimate)
 app.command()(inspect)
 

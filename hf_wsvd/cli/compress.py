@@ -12,7 +12,7 @@ from ..calibration import load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
-from ..quantizer_config import METHODS, CacheConfig, WSVDConfig
+from ..quantizer_config import METHODS, CacheConfig, HeadGuardConfig, WSVDConfig
 from .dataset_options import (
     Dataset,
     DatasetName,
@@ -53,6 +53,12 @@ def compress(
     bits: Annotated[
         int | None, typer.Option(help="Bits that the model's caches are packed in: 16, 8, 4, 3 or 2; the model's own.")
     ] = None,
+    head_guard: Annotated[
+        float | None,
+        typer.Option(help="With --bits: share of the KV heads that keep 16. See `hf-wsvd headguard`."),
+    ] = None,
+    selector: Annotated[str | None, typer.Option(help="With --head-guard: what ranks the heads; headguard.")] = None,
+    protect: Annotated[str | None, typer.Option(help="With --head-guard: k (keys) or kv (and values); k.")] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
@@ -90,6 +96,7 @@ def compress(
         refinement=refinement,
         latent_rotation=latent_rotation,
         cache=None if bits is None else CacheConfig(bits=bits),
+        head_guard=guard_config(head_guard, selector, protect, seed),
         seed=seed,
         self_check=self_check,
         **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),
@@ -123,6 +130,19 @@ def compress(
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
     typer.echo(f"{output_dir}: {size / 1e6:.1f} MB")
     typer.echo(cache_size(compressed.config).summary())
+
+
+def guard_config(
+    fraction: float | None, selector: str | None, protect: str | None, seed: int
+) -> HeadGuardConfig | None:
+    """What `--head-guard` asks for; ValueError for options that say nothing without it."""
+    given = {"selector": selector, "protect": protect}
+    given = {name: value for name, value in given.items() if value is not None}
+    if fraction is not None:
+        return HeadGuardConfig(fraction=fraction, seed=seed, **given)
+    if given:
+        raise ValueError(f"{', '.join(f'--{name}' for name in given)} needs --head-guard")
+    return None
 
 
 def check_device(device: str) -> None:

@@ -9,11 +9,14 @@ from huggingface_hub import HfApi
 from transformers import AutoConfig, PretrainedConfig
 
 from ..auto_class import auto_class_of
-from ..card import PACKED_TOKENS
+from ..card import PACKED_TOKENS, packed_fields
 from ..estimate import estimate_memory
 from ..evaluate.cache_size import cache_size
 from ..evaluate.tables import text_table
-from ..quantizer_config import CacheConfig
+from ..files import check_output_file
+from ..headguard.heat_map import save_heat_map
+from ..headguard.summary import guard_lines, guard_summary
+from ..quantizer_config import WSVDConfig
 from ..self_check import PARTS
 from ..self_check_file import MAX_FILE_BYTES, SELF_CHECK_FILE, download_self_check, read_self_check
 from ..verification import verify as verify_model
@@ -29,12 +32,24 @@ def inspect(
     ] = False,
     dtype: Annotated[str, typer.Option(help=f"With --verify: {', '.join(DTYPES)}; auto: the checkpoint's.")] = "auto",
     device: Annotated[str, typer.Option(help="With --verify: cpu, cuda:0, or auto to spread.")] = "cpu",
+    heads: Annotated[
+        Path | None, typer.Option(help="Write a heat map of the guarded heads there, a .png file.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Let --heads replace a file.")] = False,
 ) -> None:
     """Print ranks, key layouts, KV cache bytes a token, calibration, self-check and files of a checkpoint."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     check_device(device)
+    if heads is None and overwrite:
+        raise ValueError("--overwrite needs --heads")
+    if heads is not None:
+        if heads.suffix.lower() != ".png":
+            raise ValueError(f"--heads {heads}: the heat map is a .png file")
+        check_output_file(heads, overwrite)
     description = describe(model, revision)
+    if heads is not None:
+        write_heat_map(description, heads)
     if verify:
         description["verification"] = repeat(model, revision, dtype, device, description["self_check"])
     typer.echo(json.dumps(description, indent=2) if as_json else text(description))
@@ -42,6 +57,18 @@ def inspect(
         problems = "; ".join(description["verification"]["problems"])
         typer.echo(f"hf-wsvd: self-check failed: {problems}", err=True)
         raise typer.Exit(1)
+
+
+def write_heat_map(description: dict[str, Any], path: Path) -> None:
+    """The heat map of a checkpoint's guarded heads; ValueError if it has none."""
+    guard_map = WSVDConfig(**description["quantization_config"]).guard_map
+    if guard_map is None:
+        raise ValueError(
+            f"{description['model']} has no guarded heads to draw: `hf-wsvd headguard` chooses some, and "
+            "WSVDConfig(head_guard=...)"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_heat_map(guard_map, path)
 
 
 def repeat(
@@ -69,13 +96,14 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{model}: {error}") from error
     quantization = config.quantization_config
     quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-    present = files(model, revision)
+    present, guard_map = files(model, revision), WSVDConfig(**quantization).guard_map
     return {
         "model": model,
         "architecture": ", ".join(config.architectures or ["unknown"]),
         "quantization_config": quantization,
         "cache": size.to_dict(),
         "packed_cache": packed_cache(config),
+        "head_guard": None if guard_map is None else guard_summary(guard_map),
         "summary": size.summary(),
         "self_check": self_check(model, revision, present.get(SELF_CHECK_FILE)),
         "files": present,
@@ -85,15 +113,16 @@ def describe(model: str, revision: str | None = None) -> dict[str, Any]:
 def packed_cache(config: PretrainedConfig) -> dict[str, Any] | None:
     """How the caches that the model makes by itself are packed, and what they take; None if they are not.
 
-    Half of the tokens count as of images where that matters.
+    All tokens count as of images where these are kept otherwise than others.
     """
     quantization = config.quantization_config
-    options = quantization.get("cache") if isinstance(quantization, dict) else quantization.cache
-    if options is None:
+    cache = WSVDConfig(**(quantization if isinstance(quantization, dict) else quantization.to_dict())).storage
+    if cache is None:
         return None
-    estimate = estimate_memory(config, PACKED_TOKENS, image_tokens=PACKED_TOKENS // 2)
+    estimate = estimate_memory(config, PACKED_TOKENS, image_tokens=PACKED_TOKENS)
     return {
-        "config": CacheConfig.parse(options).to_dict(),
+        "config": packed_fields(cache),
+        "tokens_of": "images" if cache.by_class else "any kind",
         "tokens": PACKED_TOKENS,
         "bytes_per_token": estimate.cache_bytes // PACKED_TOKENS,
         "share_of_dense": estimate.share_of_dense,
@@ -145,8 +174,11 @@ def text(description: dict[str, Any]) -> str:
     if packed is not None:
         lines.append(
             f"  packed as {json.dumps(packed['config'])}: {packed['bytes_per_token']:,} bytes a token in all, "
-            f"{packed['share_of_dense']:.1%} of dense, at {packed['tokens']:,} tokens"
+            f"{packed['share_of_dense']:.1%} of dense, at {packed['tokens']:,} tokens of {packed['tokens_of']}"
         )
+    if packed is not None and description["head_guard"] is not None:
+        lines += ["", "guarded heads"]
+        lines += [f"  {printable(line)}" for line in guard_lines(WSVDConfig(**quantization).guard_map)]
     lines += ["", "fit", *(f"  {line}" for line in fit_lines(quantization))]
     info = quantization.get("calibration_info") or {}
     lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]

@@ -81,9 +81,12 @@ def cache_size(config: PretrainedConfig) -> CacheSize:
     layers = []
     for number, layout in enumerate(checked.key_layout):
         ranks = [side[number] if layout is not None else None for side in by_side]
-        width = sum(head_dim if rank is None else rank for rank in ranks)
+        widths = [heads * (head_dim if rank is None else rank) for rank in ranks]
+        for index, by_layer in enumerate((checked.k_full_heads, checked.v_full_heads)):
+            if by_layer is not None and layout is not None:
+                widths[index] += len(by_layer[number] or ()) * (head_dim - ranks[index])
         dense = heads * 2 * head_dim * dtype.itemsize
-        layers.append(LayerSize(number, *ranks, layout, heads * width * dtype.itemsize, dense))
+        layers.append(LayerSize(number, *ranks, layout, sum(widths) * dtype.itemsize, dense))
     return CacheSize(layers, heads, head_dim, _rotary_bytes(text, layers, head_dim, dtype), str(dtype).split(".")[-1])
 
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..calibration.statistics import Statistics
+from ..calibration.statistics import Side, Statistics
 from ..quantizer_config import WSVDConfig
 from ..targets import Target
 from .distillation import distill
@@ -25,11 +25,14 @@ class Fit:
         targets: the compressed layers with their final ranks.
         info: JSON record: `method`, `rank_allocation`, `refinement`, `predicted_loss`, what the refinement measured.
         originals: (attention module, projection name, dense layer) of all that was exchanged.
+        dense_rows: where those are gone, by layer and side the dense weights `[heads, head_dim, in]` of the heads
+            that are to keep their full rank.
     """
 
     targets: list[Target]
     info: dict[str, Any]
     originals: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    dense_rows: dict[Side, Tensor] = field(default_factory=dict)
     kept: bool = False
 
     @property
@@ -54,6 +57,14 @@ class Fit:
         """Rank of every decoder layer's `side`."""
         by_layer = {target.attention.layer: getattr(target, f"{side}_rank") for target in self.targets}
         return [by_layer.get(layer) for layer in range(layers or max(by_layer) + 1)]
+
+    def dense_heads(self, target: Target, side: str, heads: list[int]) -> Tensor:
+        """Dense weights `[len(heads), head_dim, in]` of heads of a projection that was exchanged."""
+        attention = target.attention
+        for module, name, linear in self.originals:
+            if module is attention.module and name == f"{side}_proj":
+                return linear.weight.detach().unflatten(0, (attention.heads, attention.head_dim))[heads]
+        return self.dense_rows[attention.layer, side]
 
     def keep(self) -> None:
         """Let the low-rank projections stay in the model."""

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import bound_layers
@@ -71,11 +70,10 @@ def _range(tokens: str, latents: dict[int, Tensor], call: AttentionCall, positio
 
 @contextmanager
 def _latents_kept(task: ScoringTask, layers: set[int], latents: dict[int, Tensor]) -> Iterator[None]:
-    """Inside, every forward leaves the key latents `[B, heads, S, rank]` of `layers` in `latents`."""
+    """Inside, every forward leaves the key latents `[B, heads, S, width]` of `layers` in `latents`."""
 
     def keep(layer: int, projection: nn.Module, args: tuple[Any, ...]) -> None:
-        latent = F.linear(args[0], projection.weight)
-        latents[layer] = latent.unflatten(-1, (projection.heads, projection.rank)).transpose(1, 2)
+        latents[layer] = projection.latents(args[0]).transpose(1, 2)
 
     hooks = [
         attention.module.k_proj.register_forward_pre_hook(partial(keep, attention.layer))

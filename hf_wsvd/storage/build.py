@@ -13,6 +13,7 @@ from .codec import Codec
 from .float16 import CastCodec
 from .heads import SplitHeadsStore
 from .kivi import KiviKeyStore
+from .narrow import with_narrow_heads
 from .packed import PackedStore
 from .registry import make_codec
 from .static import StaticStore
@@ -36,9 +37,11 @@ def make_store(spec: StorageSpec, side: str, heads: int, width: int, dtype: torc
     """
     check_heads(spec, heads)
 
-    def build(part: StorageSpec, count: int) -> Store:
-        return make_store(part, side, count, width, dtype)
+    def build(part: StorageSpec, count: int, channels: int = width) -> Store:
+        return make_store(part, side, count, channels, dtype)
 
+    if spec.width is not None:
+        return with_narrow_heads(spec, heads, width, build)
     if spec.whole:
         return WholeStore(heads, width, dtype)
     if has_parts(spec):
@@ -71,9 +74,11 @@ def make_static_store(
     check_heads(spec, heads)
     check_static(spec)
 
-    def build(part: StorageSpec, count: int) -> Store:
-        return make_static_store(part, count, width, dtype, new_layer)
+    def build(part: StorageSpec, count: int, channels: int = width) -> Store:
+        return make_static_store(part, count, channels, dtype, new_layer)
 
+    if spec.width is not None:
+        return with_narrow_heads(spec, heads, width, build)
     if has_parts(spec):
         return composed(
             spec, heads, build, partial(static_classes, heads=heads, width=width, dtype=dtype, new_layer=new_layer)
