@@ -133,10 +133,11 @@ class Run:
         for part, bases, choices in (("table", BASES, table_choices), ("recipes", RECIPE_BASES, recipe_choices)):
             if part in arguments.parts:
                 for base in bases:
-                    cells = choices(base, arguments.selectors, arguments.seeds)
+                    cells = choices(base, arguments.selectors, arguments.seeds, cache)
                     self.base(cache, base, cells, heads, evaluator, scores, by_type=part == "table")
         if "agreement" in arguments.parts and not self.known("agreement", cache):
-            found = scores.agreement(arguments.selectors, BASES[0], arguments.seeds)
+            compared = arguments.selectors if cache == "dense" else ["headguard", "restoration"]
+            found = scores.agreement(compared, BASES[0], arguments.seeds)
             self.results["agreement"] += [{"cache": cache, **entry} for entry in found]
         if arguments.check and not self.known("checks", cache):
             self.results["checks"] += check(

@@ -17,6 +17,7 @@ PROTECT = ("k", "kv")
 # Selectors that look at data are run once a calibration seed.
 FROM_DATA = ("headguard", "output_only", "image_only", "restoration", "attention_mass", "key_range", "retrieval")
 SELECTORS = (*FROM_DATA, "boundary_layers", "random")
+MAIN_SELECTORS = ("headguard", "restoration", "random")
 RANDOM_DRAWS = 5
 
 
@@ -75,8 +76,8 @@ UNIFORM = [
     *(Base("turboquant", key, value) for key, value in product((2, 3, 4), repeat=2)),
 ]
 # What few bits can buy: coarse bases whose guarded heads are packed too.
-RECIPE_BASES = [Base(scheme, key, 2) for scheme in ("hadamard", "turboquant", "minmax") for key in (2, 3)]
-RECIPE_GUARD_BITS = (4, 8)
+RECIPE_BASES = [Base("hadamard", 2, 2), Base("turboquant", 2, 2)]
+RECIPE_GUARD_BITS = (3, 4, 8)
 RECIPE_SELECTORS = ("headguard", "restoration")
 
 
@@ -98,22 +99,31 @@ class Choice:
         return {**self.base.row, **fields, "guard_bits": self.guard_bits, "seed": self.seed}
 
 
-def table_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterator[Choice]:
-    """The issue's table over one base: no guards, then every selector, fraction and protection."""
+def table_choices(base: Base, selectors: list[str], seeds: list[int], cache: str = "dense") -> Iterator[Choice]:
+    """The table over one base: no guards, then selectors, fractions and protections.
+
+    Those that are there for comparison alone are measured where two bits ruin most, over dense heads of two bits, and
+    for keys, next to which values bring little; keys and values at three bits likewise.
+    """
     yield Choice(base)
     for selector in selectors:
+        compared = selector not in MAIN_SELECTORS
+        if compared and (cache == "latent" or base.key_bits > 2):
+            continue
+        protections = ("k",) if compared or base.key_bits > 2 else PROTECT
         for seed in seeds_of(selector, seeds):
-            for fraction, protect in product(FRACTIONS, PROTECT):
+            for fraction, protect in product(FRACTIONS, protections):
                 yield Choice(base, selector, fraction, protect, 16, seed)
 
 
-def recipe_choices(base: Base, selectors: list[str], seeds: list[int]) -> Iterator[Choice]:
-    """Keys guarded at few bits, of the first calibration seed."""
+def recipe_choices(base: Base, selectors: list[str], seeds: list[int], cache: str = "dense") -> Iterator[Choice]:
+    """Keys guarded at few bits, of the first calibration seed; over dense heads (latents of 4 bits need no guards)."""
     yield Choice(base)
+    if cache == "latent":
+        return
     for selector in RECIPE_SELECTORS:
         if selector in selectors:
-            bits = (*RECIPE_GUARD_BITS, 16) if base.key_bits != base.value_bits else RECIPE_GUARD_BITS
-            for guard_bits, fraction in product(bits, FRACTIONS):
+            for guard_bits, fraction in product(RECIPE_GUARD_BITS, FRACTIONS):
                 yield Choice(base, selector, fraction, "k", guard_bits, seeds[0])
 
 

@@ -34,8 +34,9 @@ from .stored_heads import StoredPrompt, Weights, storages_of
 
 ROUNDS = (0.125, 0.25, 0.5, 1.0)  # shares of the heads to guard that are chosen after each walk
 STEPS = 4  # of a walk: midpoints, as gradients at the exact end are zero
-# Tokens of a group, over those of other measurements: only what follows the image is differentiated.
-LARGER_GROUPS = 4
+# Of the keys and values of a group, which are held a few times over. On an accelerator large groups are fast: only
+# what follows the image is differentiated.
+GROUP_BYTES = 2**30
 
 
 def restoration(task: ScoringTask) -> HeadScores:
@@ -201,7 +202,10 @@ def groups_with_splits(task: ScoringTask) -> Iterator[tuple[list[Batch], int]]:
     Raises:
         ValueError: nothing follows the images of a batch.
     """
-    limit = group_tokens(task.model.device) * (1 if task.model.device.type == "cpu" else LARGER_GROUPS)
+    limit = group_tokens(task.model.device)
+    if task.model.device.type != "cpu":
+        widths = sum(2 * attention.heads * attention.head_dim for attention in task.attentions)
+        limit = max(limit, GROUP_BYTES // (widths * task.model.dtype.itemsize))
     for split, members in groupby(task.batches, key=lambda batch: split_of(positions_of(batch, task.model), task)):
         for group in groups_of(members, limit):
             yield group, split

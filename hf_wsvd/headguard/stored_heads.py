@@ -13,7 +13,7 @@ from ..attention import bound_layers
 from ..cache import WSVDCache
 from ..compat import CACHE_ARGUMENT
 from ..image_tokens import ImageTokens
-from ..quantizer_config import CacheConfig, GuardMap, LayerStorage
+from ..quantizer_config import CacheConfig, GuardMap, LayerStorage, StorageSpec
 from ..quantizer_config.guard_map import SIDES
 from ..storage import make_store
 from .scoring import ScoringTask
@@ -62,15 +62,12 @@ class StoredPrompt:
         for layer, storage in storages.items():
             for side, held in zip(SIDES, self.cache.layers[layer].stores()):
                 spec, exact = getattr(storage, side), held.read()
-                found = []
-                for own in (spec, spec._replace(guards=())):
-                    store = make_store(own, side, exact.shape[1], exact.shape[3], exact.dtype)
-                    # A sliding layer holds the newest tokens alone.
-                    store.append_marked(exact, newest(classes, exact.shape[2]))
-                    found.append(store.read().to(exact.dtype))
-                guarded, rest = found
-                exactly = bool((guarded == exact).all())
-                self.differences[layer, side] = (None if exactly else guarded - exact, rest - guarded)
+                # A sliding layer holds the newest tokens alone.
+                classes_held = newest(classes, exact.shape[2])
+                guarded = None if reads_exactly(spec) else stored(spec, side, exact, classes_held)
+                rest = stored(spec._replace(guards=()), side, exact, classes_held)
+                difference = None if guarded is None else guarded - exact
+                self.differences[layer, side] = (difference, rest - (exact if guarded is None else guarded))
 
     def between(self, share: float, weights: Weights) -> WSVDCache:
         """A copy of the cache whose tokens are exact + share * guarding + weight * rest, by head; in the graph."""
@@ -82,6 +79,18 @@ class StoredPrompt:
             store.reset()
             store.append(mixed if guarding is None else mixed + share * guarding)
         return cache
+
+
+def reads_exactly(spec: StorageSpec) -> bool:
+    """Whether a guarded head, text included, reads back as it was; every head is guarded in `spec`."""
+    return (not spec.guards or spec.guards[0][0].whole) and (spec.text is None or spec.text.whole)
+
+
+def stored(spec: StorageSpec, side: str, tokens: Tensor, classes: ImageTokens) -> Tensor:
+    """What a store reads back of `tokens` `[B, H, S, width]`, in their dtype."""
+    store = make_store(spec, side, tokens.shape[1], tokens.shape[3], tokens.dtype)
+    store.append_marked(tokens, classes)
+    return store.read().to(tokens.dtype)
 
 
 def newest(classes: ImageTokens, count: int) -> ImageTokens:
