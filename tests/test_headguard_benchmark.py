@@ -262,7 +262,7 @@ def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch, capsys):
         return json.loads(output.read_text())
 
     first = run("retrieval")
-    assert len(first["rows"]) == (1 + 8) * 5
+    assert len(first["rows"]) == (1 + 4) * 5
     assert len(first["uniform"]) == 2 * 5
     assert [entry["group_size"] for entry in first["refused"]] == [5]
     assert "group_size" in first["refused"][0]["reason"]
@@ -273,6 +273,6 @@ def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch, capsys):
         Evaluator, "right", lambda self, *a, _right=Evaluator.right: seen.append(a) or _right(self, *a)
     )
     second = run("retrieval", "boundary_layers")
-    assert len(seen) == 1 + 8  # full precision, and the new selector's cells
+    assert len(seen) == 1 + 4  # full precision, and the new selector's cells
     assert second["rows"][: len(first["rows"])] == first["rows"]
-    assert len(second["rows"]) == len(first["rows"]) + 8 * 5
+    assert len(second["rows"]) == len(first["rows"]) + 4 * 5
