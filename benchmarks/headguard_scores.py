@@ -66,14 +66,15 @@ class Scores:
         Entries hold selector, seed, Spearman's rank correlation and the share of the guarded heads in common by
         fraction (chance gives the fraction itself).
         """
-        first = HeadGuardConfig(tokens="image", protect="k")
+        first = HeadGuardConfig(selector="headguard", tokens="image", protect="k")
         own = self.measured(first, base, seeds[0])
         entries = []
         for selector in selectors:
             for seed in seeds_of(selector, seeds):
                 if (selector, seed) == ("headguard", seeds[0]):
                     continue
-                config = dataclasses.replace(first, selector=selector, seed=seed)
+                drawn = seed if selector == "random" else 0
+                config = dataclasses.replace(first, selector=selector, seed=drawn)
                 other = self.measured(config, base, seed)
                 pair = [finite(m, c) for m, c in ((own, first), (other, config))]
                 shared = {}

@@ -12,10 +12,10 @@ from .guard_map import GUARD_BITS, TOKEN_CLASSES, GuardMap
 
 
 SELECTORS = (
+    "restoration",
     "headguard",
     "output_only",
     "image_only",
-    "restoration",
     "attention_mass",
     "key_range",
     "retrieval",
@@ -35,6 +35,15 @@ CHOICES = {
     "text_loss": ("prompt", "all"),
     "normalization": ("global", "layer"),
 }
+# Fields that not every selector knows, and those that do.
+SELECTORS_WITH = {
+    "sensitivity": ("headguard", "output_only", "image_only"),
+    "answer": ("headguard", "image_only"),
+    "image_queries": ("headguard", "image_only"),
+    "text_loss": ("headguard", "output_only"),
+    "normalization": ("headguard", "output_only", "image_only", "key_range"),
+    "seed": ("random",),
+}
 
 
 @dataclass
@@ -43,11 +52,11 @@ class HeadGuardConfig:
 
     Args:
         fraction: of all KV heads of the decoder, in (0, 1]; round(fraction * heads) are guarded.
-        selector: what ranks the heads. From the paper: "headguard" (image sensitivity + output sensitivity),
-            "output_only", "image_only". Of our own: "restoration" (how much of the loss that the packed cache causes
-            each head causes). For comparison: "attention_mass" (on image keys), "key_range" (norm of the key bias and
-            range of key channels), "retrieval" (how often a head looks first at the evidence), "boundary_layers"
-            (first and last), "random".
+        selector: what ranks the heads. Our own: "restoration" (how much of the loss that the packed cache causes each
+            head causes), the best at few bits. From the paper: "headguard" (image sensitivity + output sensitivity),
+            "output_only", "image_only". For comparison: "attention_mass" (on image keys), "key_range" (norm of the key
+            bias and range of key channels), "retrieval" (how often a head looks first at the evidence),
+            "boundary_layers" (first and last), "random".
         protect: "k": guarded heads keep their keys; "kv": keys and values.
         tokens: "image" (tokens of images and videos), "all", or None: "image" for a model that reads images.
         bits: that guarded heads keep: 16 (the model's dtype), 8, 4 or 3.
@@ -69,7 +78,7 @@ class HeadGuardConfig:
     """
 
     fraction: float = 0.125
-    selector: str = "headguard"
+    selector: str = "restoration"
     protect: str = "k"
     tokens: str | None = None
     bits: int = 16
@@ -93,6 +102,10 @@ class HeadGuardConfig:
                 fail(name, value, f"one of {choices}")
         if type(self.seed) is not int or self.seed < 0:
             fail("seed", self.seed, "an integer of at least 0")
+        for name, selectors in SELECTORS_WITH.items():
+            default = type(self).__dataclass_fields__[name].default
+            if getattr(self, name) != default and self.selector not in selectors:
+                fail(name, getattr(self, name), f"{default!r} with selector={self.selector!r}, which does not use it")
         self.guard_map = GuardMap.parse(self.guard_map)
 
     @classmethod

@@ -42,6 +42,11 @@ class Gates:
 _gates: Gates
 
 
+def paper(options: dict | None = None) -> dict:
+    """Fields of a `HeadGuardConfig` of the paper's selector."""
+    return {"selector": "headguard", **(options or {})}
+
+
 def gated_attention(module, query, key, value, mask, scaling=None, dropout=0.0, **kwargs):
     """Attention as the definition has it: a map, the share of the image in its output, and both gates."""
     groups = query.shape[1] // key.shape[1]
@@ -274,18 +279,18 @@ def expected_scores(options: dict, raw: dict[str, Tensor]) -> Tensor:
 )
 def test_scores_are_sums_of_standardised_sensitivities(dense, options):
     members = rows("llava")
-    measures = measure_heads(dense("llava"), members, options)
+    measures = measure_heads(dense("llava"), members, paper(options))
     wanted = expected_scores(options, measures.raw)
     torch.testing.assert_close(measures.scores.key.double(), wanted, rtol=1e-4, atol=1e-4)
     assert measures.scores.value is measures.scores.key
     # What was measured by other options gives the same, where it can be had from the same gradients.
-    again = measure_heads(dense("llava"), members, {}).guard_map(HeadGuardConfig(**options))
+    again = measure_heads(dense("llava"), members, paper()).guard_map(HeadGuardConfig(**paper(options)))
     assert again.scores == measures.guard_map().scores
 
 
 @pytest.mark.parametrize("name", ["image", "output"])
 def test_one_half_of_the_score_alone(dense, name):
-    both = measure_heads(dense("llava"), rows("llava"))
+    both = measure_heads(dense("llava"), rows("llava"), paper())
     half = measure_heads(dense("llava"), rows("llava"), {"selector": f"{name}_only"})
     assert f"{name}_gradient" in half.raw
     assert len([n for n in half.raw if n.endswith("gradient")]) == 1
@@ -307,7 +312,7 @@ def test_a_compressed_model_has_its_own_scores(compressed, merged, family):
     found, wanted = gradients(compressed(family), rows(family)), gradients(merged(family), rows(family))
     for name, value in wanted.items():
         assert_near(found[name], value.double(), 1e-3)
-    record = measure_heads(compressed(family), rows(family)).guard_map().info
+    record = measure_heads(compressed(family), rows(family), paper()).guard_map().info
     assert record["scores_on"] == "compressed"
 
 
@@ -446,17 +451,17 @@ def test_gradients_that_are_not_finite_are_an_error(dense):
     model = copy.deepcopy(dense("llava"))
     model.lm_head.weight.data[5] = float("nan")
     with pytest.raises(ValueError, match="not finite"):
-        measure_heads(model, rows("llava"))
+        measure_heads(model, rows("llava"), paper())
 
 
 def test_inference_mode_and_equal_answers_are_errors(dense):
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
-        measure_heads(dense("llava"), rows("llava"))
+        measure_heads(dense("llava"), rows("llava"), paper())
     members = rows("llava")
     for member in members:
         member["labels"][:, -3:] = torch.tensor([7, 8, 9])
     with pytest.raises(ValueError, match="candidate_probability"):
-        measure_heads(dense("llava"), members, {"answer": "candidate_probability"})
+        measure_heads(dense("llava"), members, paper({"answer": "candidate_probability"}))
 
 
 def logits_of_fp32(model: PreTrainedModel, batch: Batch) -> Tensor:

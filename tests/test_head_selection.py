@@ -30,6 +30,11 @@ DATA_FREE = ("random", "boundary_layers")
 MEASURED = tuple(name for name in SELECTORS if name not in (*DATA_FREE, "restoration"))
 
 
+def paper(options: dict | None = None) -> dict:
+    """Fields of a `HeadGuardConfig` of the paper's selector."""
+    return {"selector": "headguard", **(options or {})}
+
+
 def heads(guard_map: GuardMap) -> list[tuple[int, int]]:
     return sorted((guard.layer, guard.head) for guard in guard_map if guard.side == "key")
 
@@ -165,7 +170,7 @@ def test_a_head_that_looks_at_the_image_is_chosen(dense, selector, score):
 def test_a_head_without_values_has_no_sensitivity(dense):
     model = copy.deepcopy(dense("llava"))
     model.model.language_model.layers[2].self_attn.v_proj.weight.data[:16] = 0
-    config = HeadGuardConfig(sensitivity="absolute", fraction=5 / 6)
+    config = HeadGuardConfig(selector="headguard", sensitivity="absolute", fraction=5 / 6)
     assert (2, 0) not in heads(select_heads(model, rows("llava"), config))
     raw = measure_heads(model, rows("llava"), config).raw
     assert raw["image_gradient"][:, 2, :2].abs().max() == raw["output_gradient"][:, 2, :2].abs().max() == 0
@@ -237,7 +242,7 @@ def test_an_image_and_an_answer_must_meet_in_a_row(dense):
     image, text = row("llava"), row("llama")
     del image["labels"]
     with pytest.raises(ValueError, match="an image and labels"):
-        select_heads(dense("llava"), [image, text])
+        select_heads(dense("llava"), [image, text], paper())
 
 
 def test_retrieval_needs_evidence(dense):
@@ -261,12 +266,12 @@ def test_a_text_only_model_has_no_image_scores(dense, selector):
 
 def test_missing_or_wrong_data_are_errors(dense):
     with pytest.raises(ValueError, match=r"selector='headguard' needs calibration data.*None"):
-        select_heads(dense("llava"))
+        select_heads(dense("llava"), None, paper())
     with pytest.raises(ValueError, match="empty"):
-        select_heads(dense("llava"), [])
+        select_heads(dense("llava"), [], paper())
     embedded = [{"inputs_embeds": torch.zeros(1, 4, 48), "labels": torch.zeros(1, 4, dtype=torch.int64)}]
     with pytest.raises(ValueError, match="batch 0 needs a column input_ids"):
-        select_heads(dense("llava"), embedded)
+        select_heads(dense("llava"), embedded, paper())
     with pytest.raises(ValueError, match=r"fraction=1\.5"):
         select_heads(dense("llava"), rows("llava"), {"fraction": 1.5})
 
@@ -297,8 +302,8 @@ def test_a_file_of_scores_gives_the_same_map(dense, selector, tmp_path):
 )
 def test_a_file_of_scores_gives_the_map_of_other_options(dense, options, tmp_path):
     path = tmp_path / "scores.safetensors"
-    save_head_scores(path, measure_heads(dense("llava"), rows("llava")))
-    assert heads_from_scores(path, options) == select_heads(dense("llava"), rows("llava"), options)
+    save_head_scores(path, measure_heads(dense("llava"), rows("llava"), paper()))
+    assert heads_from_scores(path, paper(options)) == select_heads(dense("llava"), rows("llava"), paper(options))
 
 
 @pytest.mark.parametrize(
@@ -315,15 +320,15 @@ def test_a_file_of_scores_gives_the_map_of_other_options(dense, options, tmp_pat
     ids=str,
 )
 def test_options_that_need_another_measurement_are_refused(dense, made_with, asked_for, message):
-    found = measure_heads(dense("llava"), rows("llava"), made_with)
+    found = measure_heads(dense("llava"), rows("llava"), paper(made_with))
     with pytest.raises(ValueError, match=message):
-        found.guard_map(HeadGuardConfig(**asked_for))
+        found.guard_map(HeadGuardConfig(**paper(asked_for)))
 
 
 @pytest.fixture
 def score_file(dense, tmp_path):
     path = tmp_path / "scores.safetensors"
-    save_head_scores(path, measure_heads(dense("llava"), rows("llava")))
+    save_head_scores(path, measure_heads(dense("llava"), rows("llava"), paper()))
     return path
 
 

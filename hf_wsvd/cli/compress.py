@@ -139,7 +139,7 @@ def guard_config(
     given = {"selector": selector, "protect": protect}
     given = {name: value for name, value in given.items() if value is not None}
     if fraction is not None:
-        return HeadGuardConfig(fraction=fraction, seed=seed, **given)
+        return HeadGuardConfig(fraction=fraction, seed=seed if selector == "random" else 0, **given)
     if given:
         raise ValueError(f"{', '.join(f'--{name}' for name in given)} needs --head-guard")
     return None

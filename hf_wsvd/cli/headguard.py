@@ -45,7 +45,7 @@ def headguard(
     group_size: guards.GroupSize = None,
     text_bits: guards.TextBits = None,
     fraction: guards.Fraction = 0.125,
-    selector: guards.SelectorName = "headguard",
+    selector: guards.SelectorName = "restoration",
     protect: guards.Protect = "k",
     guard_bits: guards.GuardBits = 16,
     tokens: guards.Tokens = None,
@@ -87,7 +87,7 @@ def headguard(
         image_queries=image_queries,
         text_loss=text_loss,
         normalization=normalization,
-        seed=seed,
+        seed=seed if selector == "random" else 0,  # else that of the data
     )
     options = {"bits": bits, "scheme": scheme, "group_size": group_size, "text_bits": text_bits}
     options = {name: value for name, value in options.items() if value is not None}
