@@ -130,7 +130,12 @@ def headguard(
     typer.echo(f"{output_dir}: {sum(f.stat().st_size for f in output_dir.rglob('*') if f.is_file()) / 1e6:.1f} MB")
     for line in lines:
         typer.echo(line)
-    typer.echo(f"{SCORES_FILE} holds what every sample said of every head, for other choices without the model")
+    held = (
+        "what every sample said of every head, for other choices"
+        if measures.raw
+        else "the scores, for other fractions"
+    )
+    typer.echo(f"{SCORES_FILE} holds {held} without the model")
 
 
 def compressed_config(model: str, gguf_file: str | None) -> WSVDConfig | None:
