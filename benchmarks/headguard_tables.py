@@ -170,21 +170,88 @@ def group_means(rows: Rows) -> list[tuple[float, float, str]]:
 
 
 def headguard_uniform_wins(results: dict[str, Any]) -> str:
-    """Cells where uniform storage of no more bits, of the same scheme or of any, is at least as good as headguard."""
+    """Cells where uniform storage of no more bits, of the same scheme or of any, is at least as good as guards."""
     lines = []
     for cache in ("dense", "latent"):
         counts: dict[tuple, list[bool]] = {}
-        for row in chosen(results, cache=cache, selector="headguard", guard_bits=16):
-            for prefix in ("uniform_control", "best_uniform"):
-                value = row[f"{prefix}_accuracy"]
-                wins = value is not None and value >= row["accuracy"]
-                counts.setdefault((base_of(row), row["protect"], prefix), []).append(wins)
+        for selector in ("headguard", OURS):
+            for row in chosen(results, cache=cache, selector=selector, guard_bits=16):
+                for prefix in ("uniform_control", "best_uniform"):
+                    value = row[f"{prefix}_accuracy"]
+                    wins = value is not None and value >= row["accuracy"]
+                    counts.setdefault((base_of(row), row["protect"], selector, prefix), []).append(wins)
         for base, protect in dict.fromkeys(key[:2] for key in counts):
-            cells = [counts[base, protect, prefix] for prefix in ("uniform_control", "best_uniform")]
+            cells = [
+                counts.get((base, protect, selector, prefix), [])
+                for selector in ("headguard", OURS)
+                for prefix in ("uniform_control", "best_uniform")
+            ]
             lines.append([cache, base_text(base), protect.upper(), *(f"{sum(c)} of {len(c)}" for c in cells)])
-    header = ["cache", "base", "guarded", "same scheme wins", "any scheme wins"]
-    note = "Cells (fractions and calibration seeds) where uniform storage of no more bits is no worse than headguard"
+    kinds = [f"{who}: {scheme} scheme" for who in ("headguard", OURS) for scheme in ("same", "any")]
+    note = (
+        "Cells (fractions and calibration seeds) where uniform storage of no more bits is no worse than 16-bit guards"
+    )
+    header = ["cache", "base", "guarded", *kinds]
     return with_note(markdown_table(header, lines), f"{note}. {note_of(results)}", results)
+
+
+# Of README: cache, base, selector, fraction, guard bits; keys are guarded.
+SUMMARY = [
+    ("dense", ("hadamard", 2, 2, None), "none", 0.0, None),
+    ("dense", ("hadamard", 2, 2, None), "headguard", 1 / 8, 16),
+    ("dense", ("hadamard", 2, 2, None), OURS, 1 / 8, 16),
+    ("dense", ("turboquant", 2, 2, None), OURS, 1 / 4, 4),
+    ("dense", ("hadamard", 2, 2, None), OURS, 1 / 2, 4),
+    ("latent", ("minmax", 2, 2, None), "none", 0.0, None),
+    ("latent", ("minmax", 2, 2, None), "headguard", 1 / 16, 16),
+    ("latent", ("minmax", 2, 2, None), OURS, 1 / 16, 16),
+]
+OF_CACHE = {"dense": "keys and values", "latent": "latents, rank ratio 0.5"}
+
+
+def headguard_summary(results: dict[str, Any]) -> str:
+    """A few cells that show what guards are good for."""
+    full = results["settings"]["dense_full_precision"]
+    lines = [["keys and values, 16 bit", "", "16.00", f"{100 * full:.1f}", ""]]
+    for cache, base, selector, fraction, bits in SUMMARY:
+        fields = dict(zip(("scheme", "key_bits", "value_bits", "group_size"), base))
+        rows = chosen(results, cache=cache, selector=selector, fraction=fraction, guard_bits=bits, **fields)
+        rows = [row for row in rows if row["protect"] in ("k", None)]
+        if not rows:
+            continue
+        guards = "" if bits is None else f"{selector}, {fraction_text(fraction)} of the key heads at {bits} bit"
+        control = rows[0]["best_uniform_accuracy"]
+        lines.append(
+            [
+                f"{OF_CACHE[cache]}, {base_text(base)}",
+                guards,
+                f"{rows[0]['bits_per_element']:.2f}",
+                percent(rows),
+                "" if control is None or bits is None else f"{100 * control:.1f} ({rows[0]['best_uniform']})",
+            ]
+        )
+    header = ["image tokens", "guarded", "bits an element", "right answers, %", "best uniform cache of no more bits"]
+    return with_note(markdown_table(header, lines), note_of(results), results)
+
+
+def head_guard_decode(results: dict[str, Any]) -> str:
+    """Time of a decode step with guards, beside the same scheme without."""
+    lines = []
+    for row in results["rows"]:
+        guards = "" if not row["guards"] else fraction_text(row["fraction"])
+        lines.append(
+            [
+                f"{row['scheme']} {row['bits']} bit",
+                row["tokens"],
+                guards,
+                f"{row['cache_bytes'] / 1e6:.1f}",
+                f"{row['ms_per_token']:.1f}",
+                f"{row['ratio']:.2f}",
+            ]
+        )
+    header = ["base", "tokens packed", "guarded", "cache, MB", "ms a token", "of the same without guards"]
+    note = f"{results['model']}; {results['prompt_tokens']:,} cached tokens, {results['image_share']:.0%} of images"
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def headguard_agreement(results: dict[str, Any]) -> str:

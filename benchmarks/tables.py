@@ -18,10 +18,12 @@ from typing import Any
 from cache_tables import cache_bytes, cache_memory, cache_quality, cache_quality_summary
 from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
 from headguard_tables import (
+    head_guard_decode,
     headguard_agreement,
     headguard_main,
     headguard_recipes,
     headguard_selectors,
+    headguard_summary,
     headguard_uniform_wins,
 )
 from hf_wsvd.evaluate.tables import markdown_table
@@ -102,6 +104,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "cache_memory_h200": cache_memory,
     "cache_quality": cache_quality,
     "cache_quality_summary": cache_quality_summary,
+    "head_guard_decode_cpu": head_guard_decode,
+    "headguard_vlm_summary": headguard_summary,
     "headguard_vlm_main": headguard_main,
     "headguard_vlm_selectors": headguard_selectors,
     "headguard_vlm_recipes": headguard_recipes,
