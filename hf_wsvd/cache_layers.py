@@ -167,7 +167,7 @@ class StoredMixin:
             )
         if -tokens_to_remove > int(self.get_seq_length()):
             raise ValueError(f"crop({tokens_to_remove}): the cache holds {int(self.get_seq_length())} tokens")
-        return -tokens_to_remove
+        return -int(tokens_to_remove)  # assisted decoding of transformers before 5.24 gives a tensor
 
 
 class GrowingLayer(StoredMixin, DynamicLayer):
