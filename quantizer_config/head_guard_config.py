@@ -89,7 +89,7 @@ class HeadGuardConfig:
             fail("fraction", fraction, "a number in (0, 1]")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if isinstance(value, bool | list | dict) or value not in choices:
+            if isinstance(value, bool | float | list | dict) or value not in choices:
                 fail(name, value, f"one of {choices}")
         if type(self.seed) is not int or self.seed < 0:
             fail("seed", self.seed, "an integer of at least 0")

@@ -446,12 +446,44 @@ def test_a_caller_tells_the_image_tokens(wide):
     with torch.no_grad(), hf_wsvd.image_tokens(mask):
         model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), **{CACHE_ARGUMENT: cache})
     assert len(cache.layers[0].key_store.image) == 5
-    other = pytest.raises(ValueError, match=r"mask is \[1, 14\], but the cache got \[1, 3\] tokens")
+    other = pytest.raises(ValueError, match=r"mask is \[1, 14\], but the cache got \[1, 8\] tokens")
     with other, hf_wsvd.image_tokens(mask):
-        forward(model, cache, input_ids=text_of(1, 3))
+        forward(model, cache, **{name: inputs_of(1, 8)[name] for name in ("input_ids", "pixel_values")})
     for wrong in (mask.int(), mask[0], "mask"):
         with pytest.raises(ValueError, match="mask must be a bool tensor"), hf_wsvd.image_tokens(wrong):
             pass
+
+
+def test_generation_from_embeddings_goes_on_by_itself(wide):
+    """The caller tells of the prompt; the tokens that follow are known to be text."""
+    model, inputs = wide("dense"), inputs_of()
+    options = {"bits": 2, "guard_map": guard_map(), "prefill": "stored"}
+    wanted = generate(model, inputs, WSVDCache(model, **options))[:, 14:]
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+        embeds[:, 2:6] = torch.cat(list(features))
+    given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    with hf_wsvd.image_tokens(inputs["input_ids"] == IMAGE_TOKEN):
+        assert torch.equal(generate(model, given, WSVDCache(model, **options)), wanted)
+
+
+def test_an_interrupted_forward_leaves_nothing_for_the_next(wide):
+    """Hooks do not run after Ctrl-C: what it told must not stand when another call begins."""
+    model, inputs, options = wide("dense"), inputs_of(), {"bits": 2, "guard_map": guard_map()}
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = decoder_of(model).layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, WSVDCache(model, **options), input_ids=text_of(1, 14))
+    hook.remove()
+    other = wide("compressed")
+    for next_one in (other, model):
+        cache = filled(next_one, inputs, **options)
+        assert len(cache.layers[0].key_store.image) == 4
+    assert current_image_tokens() is None
 
 
 def test_an_error_in_a_forward_leaves_nothing_told(wide):
