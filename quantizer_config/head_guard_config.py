@@ -91,8 +91,8 @@ class HeadGuardConfig:
             value = getattr(self, name)
             if isinstance(value, bool | float | list | dict) or value not in choices:
                 fail(name, value, f"one of {choices}")
-        if type(self.seed) is not int or self.seed < 0:
-            fail("seed", self.seed, "an integer of at least 0")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            fail("seed", self.seed, "an integer from 0 to 2**63 - 1")
         self.guard_map = GuardMap.parse(self.guard_map)
 
     @classmethod

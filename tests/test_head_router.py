@@ -15,7 +15,13 @@ import hf_wsvd
 from hf_wsvd import CacheConfig, WSVDCache, WSVDConfig
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.decoder import decoder_of
-from hf_wsvd.image_tokens import current_image_tokens, unwatch_image_tokens, watch_image_tokens
+from hf_wsvd.image_tokens import (
+    TEXT_ONLY,
+    current_image_tokens,
+    set_image_tokens,
+    unwatch_image_tokens,
+    watch_image_tokens,
+)
 from hf_wsvd.quantizer_config import GuardMap
 from hf_wsvd.storage import make_store
 from hf_wsvd.storage.static_classes import StaticTokenClassStore
@@ -374,6 +380,38 @@ def test_later_images_of_a_static_cache_are_kept_as_text(wide):
         torch.testing.assert_close(ours.keys[:, :, :13], other.keys, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("whole", [None, {1: [0]}], ids=["", "skip-heads"])
+@pytest.mark.parametrize("length", [None, 20], ids=["growing", "static"])
+@pytest.mark.parametrize("text_bits", [8, 2])
+@pytest.mark.parametrize("tokens", ["image", "all"])
+def test_guards_and_text_bits_each_hold_for_their_tokens(tokens, text_bits, length, whole, wide):
+    """The guarded head is whole on images, or everywhere; the other one has the bits of each class."""
+    model, inputs = wide("dense"), inputs_of(2, starts=[2, 6])
+    guards = guard_map({"key": {1: {1: 16}}}, tokens)
+    options = {"scheme": "minmax", "bits": 2, "skip_heads": whole}
+    cache = filled(model, inputs, **options, text_bits=text_bits, guard_map=guards, max_cache_len=length)
+    exact, packed, text = (
+        filled(model, inputs, **form).layers[1].keys
+        for form in ({}, {"scheme": "minmax", "bits": 2}, {"scheme": "minmax", "bits": text_bits})
+    )
+    image = (inputs["input_ids"] == IMAGE_TOKEN)[:, None, :, None]
+    wanted = torch.where(image, packed, text)
+    wanted[:, 1] = exact[:, 1] if tokens == "all" else torch.where(image, exact, text)[:, 1]
+    if whole:
+        wanted[:, 0] = exact[:, 0]
+    assert torch.equal(cache.layers[1].keys[:, :, :14], wanted)
+
+
+def test_a_static_cache_cropped_into_its_images_says_when_text_finds_no_room(wide):
+    model = wide("dense")
+    cache = filled(model, inputs_of(), bits=2, guard_map=guard_map(), max_cache_len=24)
+    cache.crop(-10)  # in the middle of the image
+    with pytest.raises(ValueError, match="room for 18 more tokens of text and got 19"):
+        forward(model, cache, input_ids=text_of(1, 19))
+    forward(model, cache, input_ids=text_of(1, 18))
+    assert cache.get_seq_length() == 22
+
+
 def test_a_sliding_window_of_fixed_size_is_refused():
     model = families.build("gemma3")
     with pytest.raises(ValueError, match="a sliding window of fixed size cannot keep tokens of images otherwise"):
@@ -491,6 +529,16 @@ def test_an_error_in_a_forward_leaves_nothing_told(wide):
     watch_image_tokens(model)
     with pytest.raises(IndexError):
         model(input_ids=text_of(1, 3) + 1000)
+    assert current_image_tokens() is None
+
+
+def test_what_a_compiled_frame_told_is_known_outside_of_it():
+    """Dynamo leaves some frames alone, that of the cache may be one."""
+    torch.compile(lambda: set_image_tokens(TEXT_ONLY), backend="eager")()
+    try:
+        assert current_image_tokens() is TEXT_ONLY
+    finally:
+        torch.compile(lambda: set_image_tokens(None), backend="eager")()
     assert current_image_tokens() is None
 
 
