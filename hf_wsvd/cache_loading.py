@@ -49,6 +49,8 @@ def load_cache(
         check_same(header.get("model"), model)
         config = header.get("cache_config")
         expect(isinstance(config, dict), f"cache_config={config!r:.80}")
+        guard_map = config.get("guard_map")  # a path would have another file of this machine read
+        expect(guard_map is None or isinstance(guard_map, dict), f"guard_map={guard_map!r:.80}")
         cache = cls(model, cache_config=CacheConfig.parse(config))
         fill(cache, model, header, tensors, None if device is None else torch.empty(0, device=device).device)
     except (ValueError, TypeError, OverflowError) as error:

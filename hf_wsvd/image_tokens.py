@@ -51,13 +51,15 @@ class ImageTokens:
         tokens.runs, tokens.text_only = runs, False
         return tokens
 
+    def are_of(self, batch: int, count: int) -> bool:
+        """Whether these can be the classes of `count` tokens of `batch` sequences."""
+        if self.mask is not None:
+            return tuple(self.mask.shape) == (batch, count)
+        return self.text_only or (self.runs[-1][2] if self.runs else 0) == count
+
     def check(self, batch: int, count: int) -> None:
         """Raise ValueError unless these are the classes of `count` tokens of `batch` sequences."""
-        if self.mask is not None:
-            right = tuple(self.mask.shape) == (batch, count)
-        else:
-            right = self.text_only or (self.runs[-1][2] if self.runs else 0) == count
-        if not right:
+        if not self.are_of(batch, count):
             found = list(self.mask.shape) if self.mask is not None else self.runs
             raise ValueError(f"image_tokens: mask is {found}, but the cache got [{batch}, {count}] tokens")
 
@@ -85,6 +87,7 @@ class _Slot:
 
     image_tokens: ImageTokens | None = None
     teller: nn.Module | None = None
+    callers: ImageTokens | None = None
 
 
 _traced = _Slot()
@@ -93,9 +96,9 @@ _local = threading.local()
 
 def current_image_tokens() -> ImageTokens | None:
     """Those of the forward that runs in this thread; None outside of any that was told."""
-    if torch.compiler.is_compiling():
-        return _traced.image_tokens
-    return getattr(_local, "image_tokens", None)
+    told = None if torch.compiler.is_compiling() else getattr(_local, "image_tokens", None)
+    # A compiled forward may come to its cache in a frame that dynamo leaves alone.
+    return _traced.image_tokens if told is None else told
 
 
 def teller_of() -> nn.Module | None:
@@ -113,12 +116,18 @@ def set_image_tokens(image_tokens: ImageTokens | None, teller: nn.Module | None 
     place.image_tokens, place.teller = image_tokens, teller
 
 
+def callers_image_tokens() -> ImageTokens | None:
+    """What the caller has told (`image_tokens`), whatever a forward inside has found since."""
+    return getattr(_traced if torch.compiler.is_compiling() else _local, "callers", None)
+
+
 @contextmanager
 def image_tokens(mask: Tensor) -> Iterator[None]:
     """Tell the caches of forwards inside which of their tokens are of images.
 
     For forwards that cannot tell by themselves: of a decoder alone, or with `inputs_embeds`. Calls with `input_ids`
-    of a vision-language model need it not.
+    of a vision-language model need it not; those of text alone and of another size go by themselves, so that
+    `generate(inputs_embeds=...)` may stand inside.
 
     Args:
         mask: bool `[batch, tokens]` of the forward.
@@ -136,12 +145,15 @@ def image_tokens(mask: Tensor) -> Iterator[None]:
 @contextmanager
 def told(classes: ImageTokens) -> Iterator[None]:
     """`image_tokens` for classes that are there already."""
-    before, teller = current_image_tokens(), teller_of()
+    before, teller, callers = current_image_tokens(), teller_of(), callers_image_tokens()
+    place = _traced if torch.compiler.is_compiling() else _local
     set_image_tokens(classes)
+    place.callers = classes
     try:
         yield
     finally:
         set_image_tokens(before, teller)
+        place.callers = callers
 
 
 class ImageWatch:
@@ -160,7 +172,7 @@ class ImageWatch:
 def visual_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Token ids that stand for images and videos in the inputs of a model; none for one that reads text alone."""
     found = (getattr(model.config, name, None) for name in VISUAL_TOKEN_IDS)
-    return tuple(sorted({number for number in found if isinstance(number, int)}))
+    return tuple(sorted({number for number in found if type(number) is int}))
 
 
 def reads_images(model: PreTrainedModel) -> bool:
@@ -208,22 +220,39 @@ def may_bring_images(name: str, value: Any) -> bool:
 
 def open_forward(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook: what an outer forward or the caller has told stays."""
-    if current_image_tokens() is None:
-        classes = classes_of(module._wsvd_images, args, kwargs)
-        if classes is not None:
-            set_image_tokens(classes, module)
+    teller = teller_of()
+    # What another forward has told was left by one that was interrupted: hooks run after errors, not after Ctrl-C.
+    if teller is not None and teller is not module and is_within(module, teller):
+        return
+    callers, classes = callers_image_tokens(), classes_of(module._wsvd_images, args, kwargs)
+    if callers is None:
+        set_image_tokens(classes, None if classes is None else module)
+    elif classes is TEXT_ONLY and not callers.are_of(*input_ids_of(module._wsvd_images, args, kwargs).shape):
+        set_image_tokens(classes, module)  # a later step of `generate`
+    else:
+        set_image_tokens(callers)
 
 
 def close_forward(module: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook, called after an exception too."""
     if teller_of() is module:
-        set_image_tokens(None)
+        set_image_tokens(callers_image_tokens())
+
+
+def is_within(module: nn.Module, outer: nn.Module) -> bool:
+    """Whether `module` is a part of `outer`."""
+    return getattr(outer, "base_model", None) is module or any(part is module for part in outer.modules())
+
+
+def input_ids_of(watch: ImageWatch, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """Those of a call."""
+    return {**dict(zip(watch.parameters, args)), **kwargs}.get("input_ids")
 
 
 def classes_of(watch: ImageWatch, args: tuple, kwargs: dict[str, Any]) -> ImageTokens | None:
     """The token classes of a call; None where it does not show them."""
     given = {**dict(zip(watch.parameters, args)), **kwargs}
-    input_ids: Tensor | None = given.get("input_ids")
+    input_ids = input_ids_of(watch, args, kwargs)
     if input_ids is None:
         return None
     if not any(may_bring_images(name, value) for name, value in given.items()):

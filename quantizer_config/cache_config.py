@@ -39,7 +39,8 @@ class StorageSpec(NamedTuple):
         whole_heads: heads that are kept in the model's dtype.
         text: how tokens that are not of images are kept; None: like all others. The other fields then say how tokens
             of images are kept, but for `whole_heads`, which holds for both.
-        guards: heads that are kept in other forms, pairs of a spec and sorted heads.
+        guards: heads that are kept in other forms, pairs of a spec and sorted heads; of tokens of images where `text`
+            is given, which has its own.
         width: channels that are kept of each head but `wide_heads`, whose other channels are zero; None: all.
         wide_heads: heads that have numbers in all their channels.
     """
@@ -136,7 +137,7 @@ class CacheConfig:
         self._count("sink_length", self.sink_length)
         if self.residual_length is not None:
             self._count("residual_length", self.residual_length)
-        if self.text_bits is not None and (isinstance(self.text_bits, bool) or self.text_bits not in ALL_BITS):
+        if self.text_bits is not None and (type(self.text_bits) is not int or self.text_bits not in ALL_BITS):
             self._fail("text_bits", self.text_bits, f"one of {ALL_BITS}, or None")
         self.guard_map = GuardMap.parse(self.guard_map)
         if self.prefill not in ("exact", "stored"):
@@ -226,16 +227,21 @@ class CacheConfig:
     ) -> StorageSpec:
         """How one side of a layer is kept, guarded heads and text tokens included."""
         spec, text_bits = self._spec(fields, side, latent, whole_heads), self._text_bits()
-        guards = []
-        for bits, heads in () if self.guard_map is None or spec.scheme is None else self.guard_map.groups(side, layer):
+        guards = () if self.guard_map is None else self.guard_map.groups(side, layer)
+
+        def guarded(part: StorageSpec) -> StorageSpec:
             # A guarded head never has fewer bits than the others.
-            guards.append((self._other_bits(fields, max(bits, spec.bits), side, latent), heads))
+            specs = ((self._other_bits(fields, max(bits, part.bits), side, latent), heads) for bits, heads in guards)
+            return part._replace(guards=() if part.scheme is None else tuple(specs))
+
         text = None if text_bits is None else self._other_bits(fields, text_bits, side, latent)
+        if text is not None and self.guard_map is not None and self.guard_map.tokens == "all":
+            text = guarded(text)
+        spec = guarded(spec)
         if text == spec._replace(whole_heads=()):
             text = None
         # Heads that are to stay whole stay so for text too, where the rest of an image's tokens is whole anyway.
-        whole_heads = spec.whole_heads if text is None else whole_heads
-        return spec._replace(text=text, guards=tuple(guards), whole_heads=whole_heads)
+        return spec._replace(text=text, whole_heads=spec.whole_heads if text is None else whole_heads)
 
     def _text_bits(self) -> int | None:
         guarded = self.guard_map is not None and self.guard_map.tokens == "image"

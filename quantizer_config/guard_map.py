@@ -82,7 +82,7 @@ class GuardMap:
         if isinstance(value, str | PathLike):
             try:
                 loaded = json.loads(Path(value).read_text(encoding="utf-8"))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            except (ValueError, RecursionError, IsADirectoryError) as error:
                 raise ValueError(f"GuardMap: {value} is no JSON file: {error}") from error
             value = loaded
         if not isinstance(value, dict):
@@ -165,8 +165,15 @@ class GuardMap:
             lengths = [len(row) for row in rows] if isinstance(rows, list) and all(map(is_list, rows)) else None
             if lengths != self.num_key_value_heads:
                 fail(f"scores[{side!r}]", rows, "a list of scores, one a KV head, for every decoder layer")
-            if not all(isinstance(x, int | float) and not isinstance(x, bool) and x == x for row in rows for x in row):
+            if not all(is_score(x) for row in rows for x in row):
                 fail(f"scores[{side!r}]", rows, "numbers")
+
+
+def is_score(value: Any) -> bool:
+    """Whether it is a number, infinite or of the size of a float; JSON has integers of any size."""
+    if isinstance(value, float):
+        return value == value
+    return type(value) is int and abs(value) < 2**1023
 
 
 def is_list(value: Any) -> bool:

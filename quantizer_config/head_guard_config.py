@@ -98,10 +98,10 @@ class HeadGuardConfig:
             fail("fraction", fraction, "a number in (0, 1]")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
-            if isinstance(value, bool | list | dict) or value not in choices:
+            if isinstance(value, bool | float | list | dict) or value not in choices:
                 fail(name, value, f"one of {choices}")
-        if type(self.seed) is not int or self.seed < 0:
-            fail("seed", self.seed, "an integer of at least 0")
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            fail("seed", self.seed, "an integer from 0 to 2**63 - 1")
         for name, selectors in SELECTORS_WITH.items():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default and self.selector not in selectors:

@@ -148,6 +148,23 @@ def test_a_config_holds_nothing_of_the_caller():
 GUARDS = {"key": {0: {1: 16}, 1: {0: 8, 2: 16}}, "value": {1: {0: 3}}, "num_key_value_heads": [3] * 4}
 
 
+def test_guards_hold_for_text_if_they_are_over_all_tokens_and_else_not():
+    """Text in the bits of images is no reason to guard it, and bits of its own are none to leave it out."""
+    whole, packed = StorageSpec(), StorageSpec("minmax", 8, symmetric=True)
+    of_images = specs(CacheConfig(bits=8, text_bits=8, guard_map=GUARDS), 0)[0]
+    assert of_images.guards[0][0] == whole
+    assert of_images.text == packed
+    everywhere = specs(CacheConfig(bits=2, text_bits=8, guard_map={**GUARDS, "tokens": "all"}), 0)[0]
+    assert everywhere.text == packed._replace(guards=((whole, everywhere.guards[0][1]),))
+    assert specs(CacheConfig(bits=8, text_bits=8, guard_map={**GUARDS, "tokens": "all"}), 0)[0].text is None
+
+
+@pytest.mark.parametrize("bits", [4.0, True, "4", [4]])
+def test_text_bits_are_whole_numbers(bits):
+    with pytest.raises(ValueError, match=r"text_bits=.* is not allowed"):
+        CacheConfig(bits=2, text_bits=bits)
+
+
 def test_text_bits_are_those_of_tokens_that_are_not_of_images():
     config = CacheConfig(bits=2, text_bits=16, sink_length=4)
     assert config.by_class

@@ -458,6 +458,7 @@ DAMAGE = [
     *(("windows", put("model/weights", value), "") for value in ({}, None, {"a": 1})),
     *(("windows", put("cache_config", value), "") for value in (None, [], {"bits": 5}, {"surprise": 1}, {"bits": 4})),
     *(("windows", put("cache_config/sink_length", value), "") for value in (-1, 1, "x")),
+    ("windows", put("cache_config/guard_map", "/etc/hostname"), "guard_map='/etc/hostname'"),
     *(
         ("windows", put("cache_config/layers", value), "")
         for value in ({"9": {}}, {"x" * 9: {}}, {"1" * 9999: {}}, [])

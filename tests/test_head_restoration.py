@@ -7,6 +7,7 @@ import copy
 import pytest
 import tiny_models
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -164,6 +165,22 @@ def test_data_that_end_with_the_image_are_refused(dense):
 def test_data_without_images_are_refused(dense):
     with pytest.raises(ValueError, match="'restoration' needs images"):
         select_heads(dense("llava"), [labelled("llama")], {"selector": "restoration"}, cache=MINMAX)
+
+
+def test_layers_that_write_their_state_in_place_are_refused():
+    """Linear attention between layers with keys: no gradient can come through."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3NextConfig(
+        **{**tiny_models.TEXT, "num_hidden_layers": 4},
+        layer_types=["linear_attention", "full_attention"] * 2,
+        **{f"linear_{name}": 2 for name in ("num_key_heads", "num_value_heads")},
+        **{f"linear_{name}": 16 for name in ("key_head_dim", "value_head_dim")},
+        **{"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
+        shared_expert_intermediate_size=32,
+    )
+    model = transformers.Qwen3NextForCausalLM(config).eval()
+    with pytest.raises(ValueError, match="'restoration' cannot differentiate through the cache of Qwen3Next"):
+        select_heads(model, [labelled("llama")], {"selector": "restoration"}, cache=MINMAX)
 
 
 def test_the_model_is_left_as_it_was(dense, compressed):

@@ -16,7 +16,13 @@ import hf_wsvd
 from hf_wsvd import CacheConfig, WSVDCache, WSVDConfig
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.decoder import decoder_of
-from hf_wsvd.image_tokens import current_image_tokens, unwatch_image_tokens, watch_image_tokens
+from hf_wsvd.image_tokens import (
+    TEXT_ONLY,
+    current_image_tokens,
+    set_image_tokens,
+    unwatch_image_tokens,
+    watch_image_tokens,
+)
 from hf_wsvd.quantizer_config import GuardMap
 from hf_wsvd.storage import make_store
 from hf_wsvd.storage.static_classes import StaticTokenClassStore
@@ -43,6 +49,7 @@ INDEPENDENT = {name: options for name, options in STATIC.items() if name != "fp8
 every_scheme = pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
 independent = pytest.mark.parametrize("options", INDEPENDENT.values(), ids=INDEPENDENT)
 static = pytest.mark.parametrize("options", STATIC.values(), ids=STATIC)
+static_crop = pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static layers crop since transformers 5.24")
 both = pytest.mark.parametrize("kind", ["dense", "compressed"])
 
 
@@ -348,7 +355,7 @@ def test_a_static_decode_step_is_one_graph(kind, starts, dense, compressed):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
-@pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static layers crop since transformers 5.24")
+@static_crop
 def test_a_static_cache_is_cropped_and_used_again(wide):
     model, options = wide("dense"), {"bits": 2, "guard_map": guard_map(), "max_cache_len": 24}
     inputs = inputs_of(2, starts=[3, 6])
@@ -374,6 +381,39 @@ def test_later_images_of_a_static_cache_are_kept_as_text(wide):
         forward(model, cache, **{name: second[name] for name in ("input_ids", "pixel_values")})
     for ours, other in zip(fixed.layers, growing.layers):
         torch.testing.assert_close(ours.keys[:, :, :13], other.keys, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("whole", [None, {1: [0]}], ids=["", "skip-heads"])
+@pytest.mark.parametrize("length", [None, 20], ids=["growing", "static"])
+@pytest.mark.parametrize("text_bits", [8, 2])
+@pytest.mark.parametrize("tokens", ["image", "all"])
+def test_guards_and_text_bits_each_hold_for_their_tokens(tokens, text_bits, length, whole, wide):
+    """The guarded head is whole on images, or everywhere; the other one has the bits of each class."""
+    model, inputs = wide("dense"), inputs_of(2, starts=[2, 6])
+    guards = guard_map({"key": {1: {1: 16}}}, tokens)
+    options = {"scheme": "minmax", "bits": 2, "skip_heads": whole}
+    cache = filled(model, inputs, **options, text_bits=text_bits, guard_map=guards, max_cache_len=length)
+    exact, packed, text = (
+        filled(model, inputs, **form).layers[1].keys
+        for form in ({}, {"scheme": "minmax", "bits": 2}, {"scheme": "minmax", "bits": text_bits})
+    )
+    image = (inputs["input_ids"] == IMAGE_TOKEN)[:, None, :, None]
+    wanted = torch.where(image, packed, text)
+    wanted[:, 1] = exact[:, 1] if tokens == "all" else torch.where(image, exact, text)[:, 1]
+    if whole:
+        wanted[:, 0] = exact[:, 0]
+    assert torch.equal(cache.layers[1].keys[:, :, :14], wanted)
+
+
+@static_crop
+def test_a_static_cache_cropped_into_its_images_says_when_text_finds_no_room(wide):
+    model = wide("dense")
+    cache = filled(model, inputs_of(), bits=2, guard_map=guard_map(), max_cache_len=24)
+    cache.crop(-10)  # in the middle of the image
+    with pytest.raises(ValueError, match="room for 18 more tokens of text and got 19"):
+        forward(model, cache, input_ids=text_of(1, 19))
+    forward(model, cache, input_ids=text_of(1, 18))
+    assert cache.get_seq_length() == 22
 
 
 def test_a_sliding_window_of_fixed_size_is_refused():
@@ -448,12 +488,44 @@ def test_a_caller_tells_the_image_tokens(wide):
     with torch.no_grad(), hf_wsvd.image_tokens(mask):
         model(inputs_embeds=model.get_input_embeddings()(inputs["input_ids"]), **{CACHE_ARGUMENT: cache})
     assert len(cache.layers[0].key_store.image) == 5
-    other = pytest.raises(ValueError, match=r"mask is \[1, 14\], but the cache got \[1, 3\] tokens")
+    other = pytest.raises(ValueError, match=r"mask is \[1, 14\], but the cache got \[1, 8\] tokens")
     with other, hf_wsvd.image_tokens(mask):
-        forward(model, cache, input_ids=text_of(1, 3))
+        forward(model, cache, **{name: inputs_of(1, 8)[name] for name in ("input_ids", "pixel_values")})
     for wrong in (mask.int(), mask[0], "mask"):
         with pytest.raises(ValueError, match="mask must be a bool tensor"), hf_wsvd.image_tokens(wrong):
             pass
+
+
+def test_generation_from_embeddings_goes_on_by_itself(wide):
+    """The caller tells of the prompt; the tokens that follow are known to be text."""
+    model, inputs = wide("dense"), inputs_of()
+    options = {"bits": 2, "guard_map": guard_map(), "prefill": "stored"}
+    wanted = generate(model, inputs, WSVDCache(model, **options))[:, 14:]
+    with torch.no_grad():
+        embeds = model.get_input_embeddings()(inputs["input_ids"])
+        features = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+        embeds[:, 2:6] = torch.cat(list(features))
+    given = {"inputs_embeds": embeds, "attention_mask": inputs["attention_mask"]}
+    with hf_wsvd.image_tokens(inputs["input_ids"] == IMAGE_TOKEN):
+        assert torch.equal(generate(model, given, WSVDCache(model, **options)), wanted)
+
+
+def test_an_interrupted_forward_leaves_nothing_for_the_next(wide):
+    """Hooks do not run after Ctrl-C: what it told must not stand when another call begins."""
+    model, inputs, options = wide("dense"), inputs_of(), {"bits": 2, "guard_map": guard_map()}
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    hook = decoder_of(model).layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forward(model, WSVDCache(model, **options), input_ids=text_of(1, 14))
+    hook.remove()
+    other = wide("compressed")
+    for next_one in (other, model):
+        cache = filled(next_one, inputs, **options)
+        assert len(cache.layers[0].key_store.image) == 4
+    assert current_image_tokens() is None
 
 
 def test_an_error_in_a_forward_leaves_nothing_told(wide):
@@ -461,6 +533,16 @@ def test_an_error_in_a_forward_leaves_nothing_told(wide):
     watch_image_tokens(model)
     with pytest.raises(IndexError):
         model(input_ids=text_of(1, 3) + 1000)
+    assert current_image_tokens() is None
+
+
+def test_what_a_compiled_frame_told_is_known_outside_of_it():
+    """Dynamo leaves some frames alone, that of the cache may be one."""
+    torch.compile(lambda: set_image_tokens(TEXT_ONLY), backend="eager")()
+    try:
+        assert current_image_tokens() is TEXT_ONLY
+    finally:
+        torch.compile(lambda: set_image_tokens(None), backend="eager")()
     assert current_image_tokens() is None
 
 

@@ -238,6 +238,34 @@ def test_data_without_images_are_an_error(dense, selector):
         select_heads(dense("llava"), rows("llama"), {"selector": selector})
 
 
+@pytest.mark.parametrize("selector", ["headguard", "output_only"])
+def test_data_without_text_are_an_error(dense, selector):
+    batches = [{**b, "attention_mask": (b["input_ids"] == tiny_models.IMAGE_TOKEN).long()} for b in rows("llava")]
+    message = "needs labels" if selector == "headguard" else "needs text: no row"
+    with pytest.raises(ValueError, match=f"selector='{selector}' {message}"):
+        select_heads(dense("llava"), batches, {"selector": selector})
+
+
+@pytest.mark.parametrize("fields", [{"seed": 2**63}, {"seed": -1}, {"bits": 16.0}], ids=str)
+def test_numbers_of_another_kind_or_size_are_refused(fields):
+    with pytest.raises(ValueError, match=r"HeadGuardConfig: (seed|bits)=.* is not allowed"):
+        HeadGuardConfig(**fields)
+
+
+@pytest.mark.parametrize("score", [10**400, float("nan"), True, "1"])
+def test_scores_are_numbers_that_a_picture_can_show(score):
+    with pytest.raises(ValueError, match=r"scores.*allowed: numbers"):
+        GuardMap(num_key_value_heads=[1], scores={"key": [[score]]})
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"num_key_value_heads": [' + "9" * 5000 + "]}", "\x00", None])
+def test_a_file_that_holds_no_map_is_refused(text, tmp_path):
+    path = tmp_path / "map.json"
+    path.mkdir() if text is None else path.write_text(text)
+    with pytest.raises(ValueError, match=r"map\.json is no JSON file"):
+        GuardMap.parse(path)
+
+
 def test_an_image_and_an_answer_must_meet_in_a_row(dense):
     image, text = row("llava"), row("llama")
     del image["labels"]
@@ -347,6 +375,7 @@ def rewritten(path, tensors=None, **fields) -> None:
         ({"version": 99}, "version is 99"),
         ({"config": {"selector": "best", "tokens": "all"}}, "selector='best'"),
         ({"config": {}}, "not those of a measurement"),
+        ({"config": {"tokens": "image", "guard_map": "/etc/hostname"}}, "not those of a measurement"),
         ({"config": {"selector": "key_range", "tokens": "all"}}, "do not fit"),
         ({"num_key_value_heads": [2, 2]}, "scores.key is"),
         ({"num_key_value_heads": [3, 3, 3]}, "scores.key is"),

@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..files import replaced_file
 from ..quantizer_config import GuardMap
 from ..quantizer_config.guard_map import SIDES
+from .summary import printed
 
 
 # Dark blue to yellow, of even steps in lightness, so that it reads in grey and for the colour-blind too.
@@ -149,8 +150,3 @@ def colour(share: float) -> tuple[int, ...]:
 def place_of(score: float, low: float, high: float) -> float:
     """Where a score lies between `low` and `high`; in halves, for their difference may overflow."""
     return (score / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
-
-
-def printed(selector: str | None) -> str:
-    """A checkpoint's text as one short line."""
-    return "not recorded" if selector is None else "".join(c if c.isprintable() else "?" for c in selector)[:60]

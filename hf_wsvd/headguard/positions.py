@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,13 +12,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.answers import counted_positions, placeholder_ids
 from ..calibration.batches import IGNORED, Batch
-
-
-def visual_token_ids(model: PreTrainedModel) -> list[int]:
-    """Token ids that stand for an image or a video; empty for a text-only model."""
-    names = [f"{kind}_token_{form}" for kind in ("image", "video") for form in ("id", "index")]
-    held = [getattr(model.config, name, None) for name in names]
-    return sorted({number for number in held if type(number) is int})
+from ..image_tokens import visual_token_ids
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Positions:
     """
 
     batch: Batch
-    visual: list[int]
+    visual: tuple[int, ...]
     placeholders: list[int]
 
     @cached_property
@@ -89,5 +84,5 @@ def positions_of(batch: Batch, model: PreTrainedModel) -> Positions:
     return Positions(batch, visual_token_ids(model), placeholder_ids(model))
 
 
-def _among(ids: Tensor, numbers: list[int]) -> Tensor:
+def _among(ids: Tensor, numbers: Sequence[int]) -> Tensor:
     return torch.isin(ids, torch.tensor(numbers, dtype=ids.dtype, device=ids.device))

@@ -49,7 +49,8 @@ def restoration(task: ScoringTask) -> HeadScores:
 
     Raises:
         ValueError: no tokens of images where guards are for these, a cache that packs nothing, nothing that follows
-            the images, gradients that are not finite, weights that are offloaded, or inference mode.
+            the images, gradients that are not finite, weights that are offloaded, inference mode, or a model with
+            linear attention.
     """
     check_gradients(task)
     require(task, images=task.config.tokens == "image")
@@ -184,7 +185,16 @@ class Step:
         with torch.enable_grad():
             rows = self._counted_logits(self.prompt.between(share, weights))
             loss = divergences(log_p, log_probabilities_of(rows, top)).sum() if len(rows) else rows.sum()
-            (self.walk.scale * loss).backward()
+            try:
+                (self.walk.scale * loss).backward()
+            except RuntimeError as error:
+                if "inplace operation" not in str(error):
+                    raise
+                raise ValueError(
+                    f"selector={self.walk.task.config.selector!r} cannot differentiate through the cache of "
+                    f"{type(self.model).__name__}, some of whose layers (linear attention) write their state in "
+                    "place; choose another selector"
+                ) from error
         return float(loss.detach())
 
     def _counted_logits(self, cache: object) -> Tensor:

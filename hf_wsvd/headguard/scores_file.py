@@ -74,8 +74,9 @@ def _measures(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> HeadM
     expect(
         isinstance(config, dict) and isinstance(info, dict), "its options or its record of the data are no mappings"
     )
+    expect(config.get("guard_map") is None, "its options are not those of a measurement")
     config = HeadGuardConfig.parse(config)
-    expect(config.tokens is not None and config.guard_map is None, "its options are not those of a measurement")
+    expect(config.tokens is not None, "its options are not those of a measurement")
     counts = GuardMap(num_key_value_heads=header.get("num_key_value_heads")).num_key_value_heads
     expect(any(counts), "its model has no KV heads")
     present = torch.arange(max(counts)) < torch.tensor(counts)[:, None]

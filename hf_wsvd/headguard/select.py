@@ -13,9 +13,9 @@ from ..attention import bound_layers
 from ..calibration.batches import Batch, recorded_source
 from ..calibration.data import calibration_info, validate_batches
 from ..decoder import evaluation_mode
+from ..image_tokens import reads_images
 from ..quantizer_config import CacheConfig, GuardMap, HeadGuardConfig
 from .measures import HeadMeasures
-from .positions import visual_token_ids
 from .scoring import ScoringTask, key_value_heads
 from .selectors import ENTRIES, Entry
 
@@ -84,18 +84,18 @@ def resolved_tokens(model: PreTrainedModel, config: HeadGuardConfig, entry: Entr
 
     Raises ValueError for a text-only model where images are asked for.
     """
-    reads_images = bool(visual_token_ids(model))
-    if not reads_images and entry.images:
+    has_images = reads_images(model)
+    if not has_images and entry.images:
         raise ValueError(
             f"selector={config.selector!r} needs a model that reads images, and {type(model).__name__} has no tokens "
             "for them; allowed: selector='output_only' with tokens='all', or one that looks at no images"
         )
-    if not reads_images and config.tokens == "image":
+    if not has_images and config.tokens == "image":
         raise ValueError(
             f"tokens='image' needs a model that reads images, and {type(model).__name__} has no tokens for them; "
             "allowed: tokens='all'"
         )
-    return config.tokens or ("image" if reads_images else "all")
+    return config.tokens or ("image" if has_images else "all")
 
 
 def checked_data(model: PreTrainedModel, batches: Iterable[Batch] | None, selector: str) -> list[Batch]:

@@ -41,8 +41,8 @@ def sensitivity(task: ScoringTask) -> HeadScores:
     `answer_log_probability` `[samples, 1, 1]`.
 
     Raises:
-        ValueError: no labels, no tokens of images, one answer alone with "candidate_probability", gradients that are
-            not finite, weights that are offloaded, or inference mode.
+        ValueError: no labels, no tokens of images, no text, one answer alone with "candidate_probability", gradients
+            that are not finite, weights that are offloaded, or inference mode.
     """
     task.raw.update(measure_gradients(task, GATES[task.config.selector]))
     return combined(task.raw, task.num_key_value_heads, task.config)
@@ -68,6 +68,8 @@ def measure_gradients(task: ScoringTask, gates: tuple[str, ...]) -> dict[str, Te
     check_gradients(task)
     if IMAGE in gates:
         require(task, images=True, answers=True)
+    if OUTPUT in gates:
+        require_text(task)
     candidates = None
     if IMAGE in gates and task.config.answer == "candidate_probability":
         candidates = Candidates([positions_of(batch, task.model) for batch in task.batches])
@@ -77,6 +79,16 @@ def measure_gradients(task: ScoringTask, gates: tuple[str, ...]) -> dict[str, Te
             for name, value in _Gradients(task, gates, candidates).of(batch).items():
                 parts.setdefault(name, []).append(value)
     return {name: torch.cat(values) for name, values in parts.items()}
+
+
+def require_text(task: ScoringTask) -> None:
+    """Raise ValueError unless some row of the data has text to predict."""
+    held = (positions_of(batch, task.model) for batch in task.batches)
+    if not any(bool(positions.text_targets(task.config.text_loss).any()) for positions in held):
+        raise ValueError(
+            f"selector={task.config.selector!r} needs text: no row of the calibration data has two tokens of it in a "
+            "row (attention_mask 0 is no text)"
+        )
 
 
 class _Gradients:

@@ -65,7 +65,7 @@ class StoredPrompt:
                 # A sliding layer holds the newest tokens alone.
                 classes_held = newest(classes, exact.shape[2])
                 guarded = None if reads_exactly(spec) else stored(spec, side, exact, classes_held)
-                rest = stored(spec._replace(guards=()), side, exact, classes_held)
+                rest = stored(unguarded(spec), side, exact, classes_held)
                 difference = None if guarded is None else guarded - exact
                 self.differences[layer, side] = (difference, rest - (exact if guarded is None else guarded))
 
@@ -83,7 +83,13 @@ class StoredPrompt:
 
 def reads_exactly(spec: StorageSpec) -> bool:
     """Whether a guarded head, text included, reads back as it was; every head is guarded in `spec`."""
-    return (not spec.guards or spec.guards[0][0].whole) and (spec.text is None or spec.text.whole)
+    guarded = spec.guards[0][0] if spec.guards else spec
+    return guarded.whole and (spec.text is None or reads_exactly(spec.text))
+
+
+def unguarded(spec: StorageSpec) -> StorageSpec:
+    """The same without guards, of text too."""
+    return spec._replace(guards=(), text=None if spec.text is None else unguarded(spec.text))
 
 
 def stored(spec: StorageSpec, side: str, tokens: Tensor, classes: ImageTokens) -> Tensor:

@@ -45,7 +45,7 @@ def guard_lines(guard_map: GuardMap) -> list[str]:
     bits = " or ".join(map(str, facts["bits"])) or "no"
     lines = [
         f"{facts['guarded_heads']} of {facts['heads']} KV heads ({share:.1%}) keep {bits} bits for {tokens}; sides: "
-        f"{facts['protect']}; selector: {facts['selector']}"
+        f"{facts['protect']}; selector: {printed(facts['selector'])}"
     ]
     for layer in range(len(guard_map.num_key_value_heads)):
         sides = [(side, facts[side].get(str(layer))) for side in SIDES]
@@ -53,6 +53,11 @@ def guard_lines(guard_map: GuardMap) -> list[str]:
         if named:
             lines.append(f"layer {layer}: {'; '.join(named)}")
     return lines
+
+
+def printed(selector: str | None) -> str:
+    """A checkpoint's text as one short line, without what a terminal would take for a command."""
+    return "not recorded" if selector is None else "".join(c if c.isprintable() else "?" for c in selector)[:60]
 
 
 def overlap(guard_map: GuardMap, other: GuardMap) -> float:

@@ -13,7 +13,7 @@ from .codec import Codec
 from .float16 import CastCodec
 from .heads import SplitHeadsStore
 from .kivi import KiviKeyStore
-from .narrow import with_narrow_heads
+from .narrow import spec_of_heads, with_narrow_heads
 from .packed import PackedStore
 from .registry import make_codec
 from .static import StaticStore
@@ -146,12 +146,8 @@ def split_heads(
     """Heads `own` in one form, all others (of which there may be none) in another."""
     if len(own) == heads:
         return build(own_spec, heads)
-    number = {head: place for place, head in enumerate(head for head in range(heads) if head not in own)}
-    guards = [
-        (guard, tuple(number[head] for head in guarded if head in number)) for guard, guarded in rest_spec.guards
-    ]
-    rest_spec = rest_spec._replace(guards=tuple((guard, guarded) for guard, guarded in guards if guarded))
-    return SplitHeadsStore(own, build(own_spec, len(own)), build(rest_spec, heads - len(own)), name)
+    rest = [head for head in range(heads) if head not in own]
+    return SplitHeadsStore(own, build(own_spec, len(own)), build(spec_of_heads(rest_spec, rest), len(rest)), name)
 
 
 def codec_for(spec: StorageSpec, width: int) -> Codec:

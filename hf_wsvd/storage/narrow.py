@@ -85,6 +85,7 @@ def spec_of_heads(spec: StorageSpec, heads: list[int]) -> StorageSpec:
     kept = ((guard, tuple(number[head] for head in guarded if head in number)) for guard, guarded in spec.guards)
     return spec._replace(
         whole_heads=tuple(number[head] for head in spec.whole_heads if head in number),
+        text=None if spec.text is None else spec_of_heads(spec.text, heads),
         guards=tuple((guard, guarded) for guard, guarded in kept if guarded),
         width=None,
         wide_heads=(),

@@ -46,6 +46,7 @@ class StaticTokenClassStore(CompositeStore):
         self.slots: dict[str, int] = {}
         # A flag and not a look at the length, which lies in a tensor.
         self.has_tokens = False
+        self.has_free_image_slots = False  # after a crop: then text may find too few
 
     def __len__(self) -> int:
         return int(self.layer.get_seq_length())
@@ -66,6 +67,8 @@ class StaticTokenClassStore(CompositeStore):
         if not self.has_tokens:
             self._divide(0 if image is None else image.shape[2], tokens.shape[2], 0 if text is None else text.shape[2])
             self.has_tokens = True
+        if self.has_free_image_slots:
+            self._check_text_fits(tokens, image, text)
         if image is not None and not self._fits(image.shape[2]):
             logger.warning_once(
                 "hf_wsvd: a cache of fixed size has no room for these images among the image tokens of its first "
@@ -96,6 +99,16 @@ class StaticTokenClassStore(CompositeStore):
 
     def _fits(self, count: int) -> bool:
         return "image" in self.parts and len(self.parts["image"]) + count <= self.slots["image"]
+
+    def _check_text_fits(self, tokens: Tensor, image: Tensor | None, text: Tensor | None) -> None:
+        kept_apart = image is not None and self._fits(image.shape[2])
+        count = (0 if text is None else text.shape[2]) if kept_apart else tokens.shape[2]
+        room = self.slots.get("text", 0) - int(self._text_length() if "text" in self.parts else 0)
+        if count > room:
+            raise ValueError(
+                f"a cache of fixed size has room for {room} more tokens of text and got {count}: it was cropped into "
+                "the images of its first prompt, whose slots hold no text. Use reset() and give it the prompt anew"
+            )
 
     def _text_length(self) -> Tensor | int:
         return counter_of(self.parts["text"]).get_seq_length()
@@ -128,6 +141,7 @@ class StaticTokenClassStore(CompositeStore):
         for name, slots in (("image", max(high + 1, 0)), ("text", max(-low, 0))):
             if name in self.parts:
                 self.parts[name].crop(len(self.parts[name]) - slots)
+        self.has_free_image_slots = "image" in self.parts and len(self.parts["image"]) < self.slots["image"]
 
     def keep_last(self, count: int) -> None:
         raise NotImplementedError("a static layer keeps its window by itself")
@@ -151,7 +165,7 @@ class StaticTokenClassStore(CompositeStore):
     def reset(self) -> None:
         super().reset()
         self.layer.reset()
-        self.has_tokens = False
+        self.has_tokens = self.has_free_image_slots = False
 
     def pieces(self) -> Iterator[Piece]:
         yield from super().pieces()
