@@ -153,13 +153,14 @@ def test_a_cache_that_packs_nothing_is_refused(dense):
         select_heads(dense("llava"), [labelled("llava")], {"selector": "restoration"})
 
 
-def test_data_that_end_with_the_image_are_refused(dense):
-    batch = {
-        name: x[:, :6] if name in ("input_ids", "attention_mask") else x
-        for name, x in tiny_models.prompt("llava").items()
-    }
-    with pytest.raises(ValueError, match="needs text after the prompt"):
-        select_heads(dense("llava"), [batch], {"selector": "restoration"}, cache=MINMAX)
+def test_batches_that_end_with_their_image_say_nothing(dense):
+    inputs = tiny_models.prompt("llava", batch=2, tokens=14)
+    short = {name: x[:, :6] if name in ("input_ids", "attention_mask") else x for name, x in inputs.items()}
+    options = {"selector": "restoration", "fraction": 0.5}
+    with_it = select_heads(dense("llava"), [labelled("llava"), short], options, cache=MINMAX)
+    assert with_it.scores == select_heads(dense("llava"), [labelled("llava")], options, cache=MINMAX).scores
+    with pytest.raises(ValueError, match="needs answers, or text, after the images"):
+        select_heads(dense("llava"), [short], options, cache=MINMAX)
 
 
 def test_data_without_images_are_refused(dense):

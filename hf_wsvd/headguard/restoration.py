@@ -209,20 +209,20 @@ class Step:
 def groups_with_splits(task: ScoringTask) -> Iterator[tuple[list[Batch], int]]:
     """Batches that run as one, and the number of their tokens that stand in the cache.
 
-    Raises:
-        ValueError: nothing follows the images of a batch.
+    Batches that end with what is cached say nothing and are left out.
     """
     limit = group_tokens(task.model.device)
     if task.model.device.type != "cpu":
         widths = sum(2 * attention.heads * attention.head_dim for attention in task.attentions)
         limit = max(limit, GROUP_BYTES // (widths * task.model.dtype.itemsize))
     for split, members in groupby(task.batches, key=lambda batch: split_of(positions_of(batch, task.model), task)):
-        for group in groups_of(members, limit):
+        rest = [batch for batch in members if batch["input_ids"].shape[1] > split]
+        for group in groups_of(rest, limit):
             yield group, split
 
 
 def split_of(positions: Positions, task: ScoringTask) -> int:
-    """Tokens of a batch that are cached before the others come: up to the last image, or to the answer."""
+    """Tokens of a batch that are cached before the others come: up to the last image, or to the answer; perhaps all."""
     length = positions.image.shape[1]
     if task.config.tokens == "image":
         columns = positions.image.any(0).nonzero()[:, 0]
@@ -233,10 +233,6 @@ def split_of(positions: Positions, task: ScoringTask) -> int:
         # No tokens of an image may be left for later: they go in with the pixels.
         image = positions.image.any(0).nonzero()[:, 0]
         split = max(first if first > 0 else length // 2, int(image[-1]) + 1 if len(image) else 1)
-    if split >= length:
-        raise ValueError(
-            f"selector={task.config.selector!r} needs text after the prompt: a batch of calibration data ends with it"
-        )
     return split
 
 
