@@ -222,11 +222,11 @@ def groups_with_splits(task: ScoringTask) -> Iterator[tuple[list[Batch], int]]:
 
 
 def split_of(positions: Positions, task: ScoringTask) -> int:
-    """Tokens of a batch that are cached before the others come: up to the last image, or to the answer; perhaps all."""
+    """Tokens of a batch that are cached before the others come, perhaps all: up to the last image, or to the answer."""
     length = positions.image.shape[1]
     if task.config.tokens == "image":
         columns = positions.image.any(0).nonzero()[:, 0]
-        split = int(columns[-1]) + 1 if len(columns) else 1
+        split = int(columns[-1]) + 1 if len(columns) else length  # text alone tells nothing of images
     else:
         predicting = answers_or_text(positions).any(0).nonzero()[:, 0]
         first = int(predicting[0]) if len(predicting) else 0
