@@ -222,7 +222,7 @@ def groups_with_splits(task: ScoringTask) -> Iterator[tuple[list[Batch], int]]:
 
 
 def split_of(positions: Positions, task: ScoringTask) -> int:
-    """Tokens of a batch that are cached before the others come, perhaps all: up to the last image, or to the answer."""
+    """Tokens of a batch, perhaps all, that are cached before the others come: up to the last image or the answer."""
     length = positions.image.shape[1]
     if task.config.tokens == "image":
         columns = positions.image.any(0).nonzero()[:, 0]
