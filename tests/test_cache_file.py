@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from crossed import crossed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -74,8 +75,7 @@ def assert_goes_on_alike(model, cache, loaded, steps=10):
 # Round trips --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", MODELS)
+@crossed(3, name=MODELS, scheme=list(SCHEMES))
 def test_a_loaded_cache_goes_on_bit_for_bit(name, scheme, model_of, tmp_path):
     model = model_of(name)
     cache = filled(model, **SCHEMES[scheme])
@@ -134,9 +134,9 @@ def many_steps(model, cache):
 HISTORIES = [crop, crop_and_go_on, record_past, beams, one_of_them, rows_of_their_own, many_steps]
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "kivi", "windows"])
-@pytest.mark.parametrize("history", HISTORIES, ids=lambda history: history.__name__)
-@pytest.mark.parametrize("name", ["llama", "mistral-half"])
+@crossed(
+    2, name=["llama", "mistral-half"], history={h.__name__: h for h in HISTORIES}, scheme=["fp8", "kivi", "windows"]
+)
 def test_after_any_history(name, history, scheme, model_of, tmp_path):
     model, short = model_of(name), history in (crop, crop_and_go_on)
     cache = filled(model, 7 if short and name == "mistral-half" else 25, **SCHEMES[scheme])

@@ -7,6 +7,7 @@ import copy
 import pytest
 import tiny_vision_families as families
 import torch
+from crossed import crossed
 from tiny_models import IMAGE_TOKEN
 from tiny_models import build as build_model
 from transformers import CompileConfig, DynamicCache
@@ -46,11 +47,13 @@ STATIC = {name: options for name, options in SCHEMES.items() if name != "kivi"}
 # Rows of these do not depend on each other, nor tokens on those beside them.
 INDEPENDENT = {name: options for name, options in STATIC.items() if name != "fp8"}
 
-every_scheme = pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
-independent = pytest.mark.parametrize("options", INDEPENDENT.values(), ids=INDEPENDENT)
-static = pytest.mark.parametrize("options", STATIC.values(), ids=STATIC)
 static_crop = pytest.mark.skipif(not hasattr(StaticLayer, "crop"), reason="static layers crop since transformers 5.24")
-both = pytest.mark.parametrize("kind", ["dense", "compressed"])
+KINDS = ["dense", "compressed"]
+FIXED = {"bits": 2, "max_cache_len": 48}
+
+every_scheme = crossed(2, kind=KINDS, options=SCHEMES)
+independent = crossed(2, kind=KINDS, options=INDEPENDENT)
+static = crossed(2, kind=KINDS, options=STATIC)
 
 
 def guard_map(heads=SOME, tokens="image", **fields):
@@ -109,7 +112,6 @@ def test_with_every_head_guarded_it_is_the_stock_cache_bit_for_bit(starts, lengt
 
 
 @independent
-@both
 def test_without_guards_and_classes_it_is_the_uniform_cache(kind, options, wide):
     model, inputs = wide(kind), inputs_of(2, starts=[3, 6])
     options = {name: value for name, value in options.items() if name != "text_bits"}
@@ -121,9 +123,7 @@ def test_without_guards_and_classes_it_is_the_uniform_cache(kind, options, wide)
             assert torch.equal(store.read(), other_store.read())
 
 
-@independent
-@pytest.mark.parametrize("heads", [{}, SOME], ids=["no-guards", "guards"])
-@both
+@crossed(2, kind=KINDS, heads={"no-guards": {}, "guards": SOME}, options=INDEPENDENT)
 def test_tokens_read_back_by_class_and_head(kind, heads, options, wide):
     """Against an oracle: positions of images and heads of the cache in the model's dtype, packed by themselves."""
     model, inputs = wide(kind), inputs_of(2, starts=[3, 6])
@@ -148,7 +148,6 @@ def test_tokens_read_back_by_class_and_head(kind, heads, options, wide):
 
 
 @every_scheme
-@both
 def test_bytes_are_those_of_all_tensors(kind, options, wide):
     model = wide(kind)
     for starts in ([2, 2], [3, 7]):
@@ -175,7 +174,6 @@ def test_guards_cost_what_they_keep():
 
 
 @independent
-@both
 def test_left_padded_rows_equal_single_rows(kind, options, wide):
     """Images in other places, and a row that is shorter."""
     model, inputs = wide(kind), inputs_of(2, 14, starts=[8, 3])
@@ -190,7 +188,6 @@ def test_left_padded_rows_equal_single_rows(kind, options, wide):
 
 
 @independent
-@both
 def test_cropped_tokens_leave_no_trace(kind, options, wide):
     model, inputs = wide(kind), inputs_of(2, starts=[3, 6])
     cache, untouched = (filled(model, inputs, **options, guard_map=guard_map()) for _ in range(2))
@@ -205,7 +202,6 @@ def test_cropped_tokens_leave_no_trace(kind, options, wide):
 
 
 @independent
-@both
 def test_speculative_decoding_gives_the_tokens_of_greedy_decoding(kind, options, wide):
     model, inputs = wide(kind), inputs_of(1, 14)
     stored = {**options, "prefill": "stored", "guard_map": guard_map()}
@@ -228,7 +224,6 @@ class RebuildingCache(WSVDCache):
 
 
 @every_scheme
-@both
 def test_beam_search_equals_rebuilding_at_every_step(kind, options, wide):
     model, inputs = wide(kind), inputs_of(2, starts=[3, 6])
     scored = {"num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
@@ -252,7 +247,6 @@ def test_sampling_of_several_sequences_equals_single_draws(wide):
 
 
 @independent
-@both
 def test_a_second_turn_with_an_image_equals_one_pass(kind, options, wide):
     """A later image is told too, whatever came before."""
     model = wide(kind)
@@ -271,7 +265,6 @@ def test_a_second_turn_with_an_image_equals_one_pass(kind, options, wide):
 
 
 @independent
-@both
 def test_a_prompt_in_pieces_equals_a_prompt_in_one(kind, options, wide):
     """Text after an image, in pieces, without a call of the image."""
     model, inputs, more = wide(kind), inputs_of(2, starts=[3, 6]), text_of(2, 11)
@@ -286,7 +279,6 @@ def test_a_prompt_in_pieces_equals_a_prompt_in_one(kind, options, wide):
 
 
 @every_scheme
-@both
 def test_operations_on_the_batch(kind, options, wide):
     model, more = wide(kind), text_of(3, 2)
     cache = filled(model, inputs_of(3, starts=[3, 6, 2]), **options, guard_map=guard_map())
@@ -311,7 +303,6 @@ def test_operations_on_the_batch(kind, options, wide):
 
 
 @every_scheme
-@both
 def test_a_saved_cache_goes_on_as_it_would_have(kind, options, dense, compressed, tmp_path):
     model = {"dense": dense, "compressed": compressed}[kind]("llava")
     inputs, more = inputs_of(2, starts=[3, 6], dtype=torch.float32), text_of(2, 3)
@@ -326,7 +317,6 @@ def test_a_saved_cache_goes_on_as_it_would_have(kind, options, dense, compressed
 
 
 @static
-@both
 def test_a_static_cache_gives_the_tokens_of_a_growing_one(kind, options, wide):
     model = wide(kind)
     for starts in ([2, 2], [3, 7]):
@@ -341,8 +331,7 @@ def test_a_static_cache_gives_the_tokens_of_a_growing_one(kind, options, wide):
         assert fixed.memory_report().total == fixed.nbytes
 
 
-@pytest.mark.parametrize("starts", [[2, 2], [3, 7]], ids=["rows-alike", "rows-differ"])
-@both
+@crossed(2, kind=KINDS, starts={"rows-differ": [3, 7], "rows-alike": [2, 2]})
 def test_a_static_decode_step_is_one_graph(kind, starts, dense, compressed):
     model = copy.deepcopy({"dense": dense, "compressed": compressed}[kind]("llava"))
     inputs = inputs_of(2, starts=starts, dtype=torch.float32)
@@ -606,9 +595,7 @@ def test_a_map_of_another_model_is_refused(dense):
 # Estimates
 
 
-@pytest.mark.parametrize("decoding", [False, True])
-@pytest.mark.parametrize("options", [*SCHEMES.values(), {"bits": 2, "max_cache_len": 48}], ids=[*SCHEMES, "static"])
-@both
+@crossed(2, kind=KINDS, options={**SCHEMES, "static": FIXED}, decoding=[False, True])
 def test_an_estimate_is_what_a_cache_takes(kind, options, decoding, dense, compressed):
     """Guarded heads of 8 bits beside others of the same scheme included."""
     model = {"dense": dense, "compressed": compressed}[kind]("llava")

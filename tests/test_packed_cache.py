@@ -13,6 +13,7 @@ import gc
 import pytest
 import torch
 import transformers
+from crossed import crossed
 from test_families import build as build_family
 from tiny_models import TEXT, build
 from transformers import CompileConfig, DynamicCache, StaticCache
@@ -46,10 +47,12 @@ ALL = {**TOKEN_WISE, **WINDOWED}
 INDEPENDENT = {name: options for name, options in TOKEN_WISE.items() if name != "fp8"}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
-token_wise = pytest.mark.parametrize("options", TOKEN_WISE.values(), ids=TOKEN_WISE)
-independent = pytest.mark.parametrize("options", INDEPENDENT.values(), ids=INDEPENDENT)
+KINDS = ["dense", "compressed"]
+
+token_wise = crossed(2, kind=KINDS, options=TOKEN_WISE)
+independent = crossed(2, kind=KINDS, options=INDEPENDENT)
 every_scheme = pytest.mark.parametrize("options", ALL.values(), ids=ALL)
-both = pytest.mark.parametrize("kind", ["dense", "compressed"])
+both = pytest.mark.parametrize("kind", KINDS)
 
 
 @pytest.fixture
@@ -101,7 +104,6 @@ def filled(model, ids, **options):
 
 
 @independent
-@both
 def test_speculative_decoding_gives_the_tokens_of_greedy_decoding(kind, options, wide):
     """Tokens that are taken back leave no trace; those that stay were read as greedy decoding reads them.
 
@@ -155,7 +157,6 @@ def test_beam_search_equals_rebuilding_at_every_step(kind, family, options, mode
 
 
 @independent
-@both
 def test_left_padded_rows_equal_single_rows(kind, options, wide):
     model, ids = wide(kind), ids_of(2, 12)
     mask = torch.ones(2, 13, dtype=torch.long)
@@ -170,7 +171,6 @@ def test_left_padded_rows_equal_single_rows(kind, options, wide):
 
 
 @independent
-@both
 def test_turns_equal_one_pass(kind, options, wide):
     """A second turn on the cache of the first gives what a new cache gives for the whole conversation."""
     model, ids = wide(kind), ids_of(2, 9)
@@ -183,8 +183,7 @@ def test_turns_equal_one_pass(kind, options, wide):
     assert torch.equal(generate(model, longer, WSVDCache(model, **stored), 6, prefill_chunk_size=4), wanted)
 
 
-@independent
-@pytest.mark.parametrize("case", ["llama", "mistral", "gemma3", "latents", "latents-of-a-window"])
+@crossed(3, case=["llama", "mistral", "gemma3", "latents", "latents-of-a-window"], options=INDEPENDENT)
 def test_a_prompt_in_pieces_equals_a_prompt_in_one(case, options, any_model):
     model = copy.deepcopy(any_model(case)).double()
     ids, stored = ids_of(2, 21), {**options, "prefill": "stored"}
@@ -217,7 +216,6 @@ def gemma3(sliding_window=8):
 
 
 @token_wise
-@both
 def test_cropped_tokens_leave_no_trace(kind, options, wide):
     model, ids = wide(kind), ids_of(2, 14)
     cache, untouched = filled(model, ids[:, :9], **options), filled(model, ids[:, :9], **options)
@@ -226,8 +224,7 @@ def test_cropped_tokens_leave_no_trace(kind, options, wide):
     torch.testing.assert_close(forward(model, ids[:, 9:], cache), forward(model, ids[:, 9:], untouched), **CLOSE)
 
 
-@every_scheme
-@both
+@crossed(2, kind=KINDS, options=ALL)
 def test_operations_on_the_batch(kind, options, model_of):
     """Rows read as they did, whatever their number; a copy, a reset and a move change nothing else."""
     model, ids, more = model_of(kind), ids_of(3, 19), ids_of(3, 2, seed=9)
@@ -360,9 +357,7 @@ STATIC = {
 }
 
 
-@pytest.mark.parametrize("prefill", ["exact", "stored"])
-@pytest.mark.parametrize("options", STATIC.values(), ids=STATIC)
-@pytest.mark.parametrize("case", ["llama", "gemma3", "latents", "latents-of-a-window"])
+@crossed(3, case=["llama", "gemma3", "latents", "latents-of-a-window"], options=STATIC, prefill=["exact", "stored"])
 def test_a_packed_cache_of_fixed_size_equals_one_that_grows(case, options, prefill, any_model):
     model = any_model(case)
     options = {**options, "prefill": prefill}

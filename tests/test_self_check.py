@@ -90,7 +90,8 @@ def test_half_precision_passes_wherever_it_is_used(family, dtype, compressed, de
     result = verify(auto_class(family).from_pretrained(tmp_path / "full", dtype=dtype))
     assert result.passed, result.problems
     assert max(result.drift.values()) > 0
-    half = hf_wsvd.compress(copy.deepcopy(dense(family)).to(dtype), calibration=calibration_batches(family))
+    config = WSVDConfig(refinement_steps=6)
+    half = hf_wsvd.compress(copy.deepcopy(dense(family)).to(dtype), config, calibration=calibration_batches(family))
     half.save_pretrained(tmp_path / "half")
     assert self_check_of(half).dtype == str(dtype).removeprefix("torch.")
     for options in ({}, {"dtype": torch.float32}):
