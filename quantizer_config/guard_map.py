@@ -142,9 +142,9 @@ class GuardMap:
             found[number] = {self._number(f"{side}[{number}]", h, count, "KV heads"): b for h, b in heads.items()}
             if len(found[number]) < len(heads):
                 fail(f"{side}[{number}]", heads, "each KV head once")
-            for bits in found[number].values():
+            for head, bits in found[number].items():
                 if type(bits) is not int or bits not in GUARD_BITS:
-                    fail(f"{side}[{number}]", bits, f"bits, one of {GUARD_BITS}")
+                    fail(f"{side}[{number}][{head}]", bits, f"bits, one of {GUARD_BITS}")
         if len(found) < len(given):
             fail(side, given, "each decoder layer once")
         return {layer: dict(sorted(heads.items())) for layer, heads in sorted(found.items()) if heads}

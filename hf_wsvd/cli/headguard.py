@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from ..auto_class import auto_class_of
 from ..calibration.batches import Batch
+from ..card import PACKED_TOKENS
 from ..files import check_output, replaced_folder
 from ..guarding import check_guards, check_storage
 from ..headguard import measure_heads, save_head_scores
@@ -175,11 +176,12 @@ def summary(
 ) -> list[str]:
     """Heads by layer, bytes of an image's tokens, and what a look at the range of the keys would have guarded."""
     guarded = dataclasses.replace(cache, guard_map=guard_map)
-    sizes = [image_bytes_per_token(model, each) for each in (guarded, cache)]
+    sizes = [image_bytes_per_token(model, each, PACKED_TOKENS) for each in (guarded, cache)]
     tokens = "an image" if guard_map.tokens == "image" else "text"
     lines = [
         *guard_lines(guard_map),
-        f"a token of {tokens}: {sizes[0]:,.0f} bytes in all layers, {sizes[1]:,.0f} without guards",
+        f"a token of {tokens}: {sizes[0]:,.0f} bytes in all layers, {sizes[1]:,.0f} without guards, "
+        f"at {PACKED_TOKENS:,} tokens",
     ]
     if batches is not None and guard_map.selector != "key_range":
         heads = len({(guard.layer, guard.head) for guard in guard_map})
@@ -187,5 +189,5 @@ def summary(
             fraction=heads / sum(guard_map.num_key_value_heads), selector="key_range", tokens=guard_map.tokens
         )
         share = overlap(guard_map, measure_heads(model, batches, by_range, cache=cache).guard_map())
-        lines.append(f"{share:.0%} of them are among the {heads} heads that selector key_range takes")
+        lines.append(f"for comparison: {share:.0%} of them are among the {heads} heads that selector key_range takes")
     return lines

@@ -181,7 +181,8 @@ def text(description: dict[str, Any]) -> str:
         lines += [f"  {printable(line)}" for line in guard_lines(WSVDConfig(**quantization).guard_map)]
     lines += ["", "fit", *(f"  {line}" for line in fit_lines(quantization))]
     info = quantization.get("calibration_info") or {}
-    lines += ["", "calibration"] + [f"  {printable(name)}: {printable(value)}" for name, value in info.items()]
+    lines += ["", "calibration"]
+    lines += [f"  {printable(name)}: {printable(value)}" for name, value in info.items()] or ["  not recorded"]
     lines += ["", "self-check", *self_check_lines(description)]
     lines += ["", "files"] + [f"  {size:>14,}  {printable(name)}" for name, size in description["files"].items()]
     return "\n".join(lines)
