@@ -63,10 +63,18 @@ def _merged(family: str, rank_ratio: float | None, options: tuple) -> PreTrained
     return copy.deepcopy(_compressed(family, rank_ratio, options)).dequantize()
 
 
+def _forgetful(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without what M-RoPE families remember of the last image, which another test may have shown it."""
+    for module in model.modules():
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = None
+    return model
+
+
 @pytest.fixture(scope="session")
 def dense() -> Factory:
     """`dense(family)`: the random model that every other fixture starts from. Shared: copy before changing it."""
-    return _dense
+    return lambda family: _forgetful(_dense(family))
 
 
 @pytest.fixture(scope="session")
@@ -78,13 +86,17 @@ def statistics() -> Callable[[str], Statistics]:
 @pytest.fixture(scope="session")
 def compressed() -> Factory:
     """`compressed(family, rank_ratio=0.5, **hashable_config_fields)`. Shared: copy before changing it."""
-    return lambda family, rank_ratio=0.5, **options: _compressed(family, rank_ratio, tuple(sorted(options.items())))
+    return lambda family, rank_ratio=0.5, **options: _forgetful(
+        _compressed(family, rank_ratio, tuple(sorted(options.items())))
+    )
 
 
 @pytest.fixture(scope="session")
 def merged() -> Factory:
     """`merged(family, rank_ratio=0.5, ...)`: the plain model with the weights `U_h D_h` of `compressed(...)`."""
-    return lambda family, rank_ratio=0.5, **options: _merged(family, rank_ratio, tuple(sorted(options.items())))
+    return lambda family, rank_ratio=0.5, **options: _forgetful(
+        _merged(family, rank_ratio, tuple(sorted(options.items())))
+    )
 
 
 @pytest.fixture
