@@ -153,6 +153,7 @@ class CacheConfig:
         self.layers = self._by_layer("layers", self.layers, dict, "a dict of fields")
         self._check_windows(self.scheme, self.group_size)
         self._check_use()
+        self._check_guards()
         for number, fields in (self.layers or {}).items():
             unknown = set(fields) - set(LAYER_FIELDS)
             if unknown:
@@ -319,6 +320,18 @@ class CacheConfig:
             for name in (*fields, "text_bits", "guard_map"):
                 if getattr(self, name):
                     self._fail(name, getattr(self, name), "only together with bits or a scheme")
+
+    def _check_guards(self) -> None:
+        """Guards of no more bits than the other heads have would do nothing."""
+        guards = list(self.guard_map or ())
+        if guards and not self.layers and not any(guard.bits > self.side_bits(guard.side) for guard in guards):
+            found = {guard.side: self.side_bits(guard.side) for guard in guards}
+            self._fail("guard_map", f"guards of {max(guard.bits for guard in guards)} bits", f"more bits than {found}")
+
+    def side_bits(self, side: str) -> int:
+        """Bits of the "key" or "value" of layers without fields of their own."""
+        spec = self._spec(self._fields_of(None), side, False, ())
+        return spec.bits
 
     def _by_layer(self, field: str, value: Any, kind: Any, form: str) -> dict[int, Any] | None:
         """Integer keys, from JSON's strings too."""

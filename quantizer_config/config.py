@@ -247,8 +247,8 @@ class WSVDConfig(QuantizationConfigMixin):
                 fail(f"{name}['guard_map']", guard_map, "a GuardMap or a dict of its fields")
 
     def _settle_head_guard(self) -> None:
-        if self.head_guard is not None and not isinstance(self.head_guard, HeadGuardConfig | dict):
-            fail("head_guard", self.head_guard, "a HeadGuardConfig, a dict of its fields, or None")
+        if self.head_guard is not None and not isinstance(self.head_guard, HeadGuardConfig | GuardMap | dict):
+            fail("head_guard", self.head_guard, "a HeadGuardConfig, a GuardMap, a dict of fields, or None")
         self.head_guard = HeadGuardConfig.parse(self.head_guard)
         if self.head_guard is None:
             return
@@ -260,6 +260,16 @@ class WSVDConfig(QuantizationConfigMixin):
             )
         if self.cache.guard_map is not None:
             fail("head_guard", self.head_guard, "None where cache has a guard_map of its own")
+        sides = ("key", "value") if self.head_guard.protect == "kv" else ("key",)
+        least = min(self.cache.side_bits(side) for side in sides)
+        if self.head_guard.guard_map is None and not self.cache.layers and self.head_guard.bits <= least:
+            named = " and ".join(f"{side}s" for side in sides)
+            if least == 16:
+                raise ValueError(
+                    f"WSVDConfig: head_guard guards {named} of a packed cache, and cache={self.cache.to_dict()} keeps "
+                    "them in the model's dtype: give it fewer bits"
+                )
+            fail("head_guard.bits", self.head_guard.bits, f"more than the {least} bits of all other {named} in cache")
         if self.keeps_full_rank and not self.compresses:
             fail("head_guard.rank", "full", "'latent' where nothing is cut: every head has its full rank")
 
@@ -300,8 +310,10 @@ class WSVDConfig(QuantizationConfigMixin):
 
     @property
     def storage(self) -> CacheConfig | None:
-        """`cache` with the guarded heads of `head_guard`, once they are known."""
+        """`cache` with the guarded heads of `head_guard`, once they are known and unless it packs nothing."""
         if self.cache is None or self.head_guard is None or self.head_guard.guard_map is None:
+            return self.cache
+        if not self.cache.layers and {self.cache.side_bits(side) for side in ("key", "value")} == {16}:
             return self.cache
         return dataclasses.replace(self.cache, guard_map=self.head_guard.guard_map)
 

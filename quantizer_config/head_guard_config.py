@@ -59,7 +59,7 @@ class HeadGuardConfig:
             "boundary_layers" (first and last), "random".
         protect: "k": guarded heads keep their keys; "kv": keys and values.
         tokens: "image" (tokens of images and videos), "all", or None: "image" for a model that reads images.
-        bits: that guarded heads keep: 16 (the model's dtype), 8, 4 or 3.
+        bits: that guarded heads keep, more than the others: 16 (the model's dtype), 8, 4 or 3.
         rank: of guarded heads over latents: "latent" (the layer's rank) or "full" (`head_dim`: not cut at all).
         scores_on: measure "compressed" or "dense" heads; the same for a model that is not compressed.
         sensitivity: of a head from the gradients of its samples: mean of the "absolute" values, of the "squared", of
@@ -109,10 +109,15 @@ class HeadGuardConfig:
         self.guard_map = GuardMap.parse(self.guard_map)
 
     @classmethod
-    def parse(cls, value: HeadGuardConfig | dict[str, Any] | None) -> HeadGuardConfig | None:
-        """A config, or the dict form that JSON keeps of it. ValueError for anything else and for unknown keys."""
+    def parse(cls, value: HeadGuardConfig | GuardMap | dict[str, Any] | None) -> HeadGuardConfig | None:
+        """A config, one of a finished `GuardMap`, or the dict form that JSON keeps of it.
+
+        ValueError for anything else and for unknown keys.
+        """
         if value is None or isinstance(value, HeadGuardConfig):
             return value
+        if isinstance(value, GuardMap):
+            return cls(guard_map=value)
         if not isinstance(value, dict):
             fail("HeadGuardConfig", value, "a HeadGuardConfig, a dict of its fields, or None")
         known = [entry.name for entry in dataclasses.fields(cls)]

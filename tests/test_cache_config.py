@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from hf_wsvd.quantizer_config import WHOLE_LAYER, CacheConfig, LayerStorage, StorageSpec
+from hf_wsvd.quantizer_config import (
+    WHOLE_LAYER,
+    CacheConfig,
+    GuardMap,
+    HeadGuardConfig,
+    LayerStorage,
+    StorageSpec,
+    WSVDConfig,
+)
 
 
 ACCEPTED = [
@@ -199,3 +207,31 @@ def test_classes_and_guards_need_something_to_be_packed(fields):
     with pytest.raises(ValueError, match="only together with bits or a scheme"):
         CacheConfig(**fields)
     assert CacheConfig.parse(CacheConfig(bits=4, **fields).to_dict()) == CacheConfig(bits=4, **fields)
+
+
+SOME_MAP = GuardMap(key={0: {1: 4}}, num_key_value_heads=[2])
+
+
+def test_guards_that_would_do_nothing_are_refused():
+    guard_map = SOME_MAP
+    with pytest.raises(ValueError, match=r"guards of 4 bits.*more bits than \{'key': 4\}"):
+        CacheConfig(bits=4, guard_map=guard_map)
+    with pytest.raises(ValueError, match=r"more bits than \{'key': 8\}"):
+        CacheConfig(key_bits=8, value_bits=2, guard_map=guard_map)
+    assert CacheConfig(bits=4, layers={0: {"bits": 2}}, guard_map=guard_map).guard_map is guard_map
+    for bits, given in ((4, 4), (8, 4)):
+        with pytest.raises(
+            ValueError, match=rf"head_guard.bits={given} is not allowed; allowed: more than the {bits}"
+        ):
+            WSVDConfig(rank_ratio=None, cache=CacheConfig(bits=bits), head_guard=HeadGuardConfig(bits=given))
+
+
+def test_a_finished_map_is_a_head_guard():
+    guard_map = GuardMap(key={0: {1: 4}}, num_key_value_heads=[2])
+    assert WSVDConfig(rank_ratio=None, cache=CacheConfig(bits=2), head_guard=guard_map).guard_map is guard_map
+
+
+def test_a_cache_in_the_models_dtype_has_nothing_to_guard():
+    """As where a checkpoint with guards is loaded with `cache=CacheConfig(bits=16)`."""
+    config = WSVDConfig(rank_ratio=None, cache=CacheConfig(bits=16), head_guard=HeadGuardConfig(guard_map=SOME_MAP))
+    assert config.storage.guard_map is None

@@ -86,7 +86,10 @@ REFUSED = [
     *[("seed", value, "from 0") for value in (-1, 0.5, "0", None, True)],
     *[("self_check", value, "'calibration', 'probe', 'none'") for value in (True, None, "samples")],
     *[("cache", value, "a CacheConfig, a dict of its fields, or None") for value in (4, "int4", [4])],
-    *[("head_guard", value, "a HeadGuardConfig, a dict of its fields, or None") for value in (0.1, "kv", [0.1])],
+    *[
+        ("head_guard", value, "a HeadGuardConfig, a GuardMap, a dict of fields, or None")
+        for value in (0.1, "kv", [0.1])
+    ],
     *[("k_full_heads", value, "sorted heads") for value in (1, "1", [1], [[2, 1]], [[-1]], [[1, 1]], [[True]])],
     ("v_full_heads", {"0": [1]}, "sorted heads"),
     *[("fit_info", value, "a dict") for value in ([], "text", 3)],

@@ -1,8 +1,12 @@
-"""A picture of a guard map: layers by KV heads, coloured by score, guarded heads framed."""
+"""A picture of a guard map: layers by KV heads, coloured by rank of score, guarded heads framed.
+
+Scores of some selectors spread over many orders of magnitude: a colour for each rank shows their order.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -26,7 +30,7 @@ TEXT_SIZE = 12
 def save_heat_map(guard_map: GuardMap, path: Path) -> None:
     """Write the picture of a guard map as a PNG file, whole or not at all.
 
-    Keys and values stand side by side where their scores or their guards differ.
+    Values stand beside keys where they have guards, and their scores or guards are others.
 
     Raises:
         ValueError: more heads than a picture can show.
@@ -61,10 +65,10 @@ def heat_map(guard_map: GuardMap) -> Image.Image:
 
 
 def values_differ(guard_map: GuardMap) -> bool:
-    """Whether values have scores or guards other than those of keys."""
+    """Whether values have guards, and these or their scores are other than those of keys."""
     scores = guard_map.scores or {}
-    guards = bool(guard_map.value) and guard_map.value != guard_map.key
-    return guards or ("value" in scores and scores.get("key") != scores["value"])
+    different = guard_map.value != guard_map.key or ("value" in scores and scores.get("key") != scores["value"])
+    return bool(guard_map.value) and different
 
 
 def draw_panel(
@@ -78,8 +82,8 @@ def draw_panel(
 ) -> None:
     """One side: a row a layer, a column a head; `corner` is the upper left of the cells."""
     left, top = corner
-    low, high = score_range(guard_map)
-    pen.text((left, top - 34), name, INK, font)
+    ordered = ordered_scores(guard_map)
+    pen.text((left, top - 34), f"{name}: heads, by layer", INK, font)
     columns = max(guard_map.num_key_value_heads)
     step = math.ceil((font.getlength(str(columns)) + 4) / cell)
     for head in range(0, columns, step):
@@ -91,7 +95,7 @@ def draw_panel(
         for head in range(heads):
             box = (left + head * cell, y, left + (head + 1) * cell - 2, y + cell - 2)
             score = score_of(guard_map, side, layer, head)
-            pen.rectangle(box, NO_SCORE if score is None else colour(place_of(score, low, high)))
+            pen.rectangle(box, NO_SCORE if score is None else colour(rank_of(score, ordered)))
             if head in getattr(guard_map, side).get(layer, {}):
                 draw_frame(pen, box)
 
@@ -114,12 +118,12 @@ def draw_legend(
         pen.rectangle((left, top, left + height, top + height), NO_SCORE)
         pen.text((left + height + 6, top - 1), "no scores recorded", INK, font)
     else:
-        low, high = score_range(guard_map)
+        ordered = ordered_scores(guard_map) or [0.0]
         for x in range(length):
             pen.line((left + x, top, left + x, top + height), colour(x / (length - 1)))
-        pen.text((left, top + height + 3), f"{low:.3g}", INK, font)
-        pen.text((left + length, top + height + 3), f"{high:.3g}", INK, font, anchor="ra")
-        pen.text((left + length / 2, top + height + 3), "score", INK, font, anchor="ma")
+        pen.text((left, top + height + 3), f"{ordered[0]:.2g}", INK, font)
+        pen.text((left + length, top + height + 3), f"{ordered[-1]:.2g}", INK, font, anchor="ra")
+        pen.text((left + length / 2, top + height + 3), "rank of score", INK, font, anchor="ma")
     bits = " or ".join(map(str, sorted({guard.bits for guard in guard_map}, reverse=True)))
     if bits:
         box = (left + length + 30, top - 2, left + length + 48, top + 16)
@@ -134,19 +138,21 @@ def score_of(guard_map: GuardMap, side: str, layer: int, head: int) -> float | N
     return None if rows is None or not math.isfinite(rows[layer][head]) else rows[layer][head]
 
 
-def score_range(guard_map: GuardMap) -> tuple[float, float]:
-    """Smallest and largest finite score of both sides; (0, 0) without any."""
-    finite = [x for rows in (guard_map.scores or {}).values() for row in rows for x in row if math.isfinite(x)]
-    return (min(finite), max(finite)) if finite else (0.0, 0.0)
+def ordered_scores(guard_map: GuardMap) -> list[float]:
+    """All finite scores of the sides that are shown, smallest first."""
+    sides = SIDES if values_differ(guard_map) else SIDES[:1]
+    rows = [row for side in sides for row in (guard_map.scores or {}).get(side, [])]
+    return sorted(x for row in rows for x in row if math.isfinite(x))
 
 
 def colour(share: float) -> tuple[int, ...]:
-    """Of a place in the range of scores, from 0 to 1: mixed from the two nearest of `COLOURS`."""
+    """Of a rank from 0 to 1: mixed from the two nearest of `COLOURS`."""
     place = share * (len(COLOURS) - 1)
     first = min(int(place), len(COLOURS) - 2)
     return tuple(round(a + (b - a) * (place - first)) for a, b in zip(COLOURS[first], COLOURS[first + 1]))
 
 
-def place_of(score: float, low: float, high: float) -> float:
-    """Where a score lies between `low` and `high`; in halves, for their difference may overflow."""
-    return (score / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.5
+def rank_of(score: float, ordered: list[float]) -> float:
+    """Where a score stands among all, from 0 to 1, the middle place for equal ones."""
+    first, last = bisect_left(ordered, score), bisect_right(ordered, score) - 1
+    return (first + last) / 2 / (len(ordered) - 1) if len(ordered) > 1 else 0.5

@@ -47,6 +47,10 @@ def guard_lines(guard_map: GuardMap) -> list[str]:
         f"{facts['guarded_heads']} of {facts['heads']} KV heads ({share:.1%}) keep {bits} bits for {tokens}; sides: "
         f"{facts['protect']}; selector: {printed(facts['selector'])}"
     ]
+    source = guard_map.info.get("calibration")
+    if isinstance(source, dict) and source:
+        facts_of = [f"{name} {source[name]}" for name in ("dataset", "split", "seed", "samples") if name in source]
+        lines.append(f"chosen on: {printed(', '.join(facts_of), 160) if facts_of else 'not recorded'}")
     for layer in range(len(guard_map.num_key_value_heads)):
         sides = [(side, facts[side].get(str(layer))) for side in SIDES]
         named = [f"{side}s of heads {', '.join(map(str, heads))}" for side, heads in sides if heads]
@@ -55,9 +59,9 @@ def guard_lines(guard_map: GuardMap) -> list[str]:
     return lines
 
 
-def printed(selector: str | None) -> str:
+def printed(text: str | None, most: int = 60) -> str:
     """A checkpoint's text as one short line, without what a terminal would take for a command."""
-    return "not recorded" if selector is None else "".join(c if c.isprintable() else "?" for c in selector)[:60]
+    return "not recorded" if text is None else "".join(c if c.isprintable() else "?" for c in text)[:most]
 
 
 def overlap(guard_map: GuardMap, other: GuardMap) -> float:
