@@ -1,11 +1,12 @@
 """Configuration of WSVD: pure data, validated, JSON round trip."""
 
-from .cache_config import ALL_BITS, KIVI_GROUP_SIZE, SCHEME_BITS, WHOLE_LAYER, CacheConfig, LayerStorage, StorageSpec
+from .cache_config import CacheConfig
 from .config import FORMAT_VERSION, METHODS, WSVDConfig
 from .guard_map import GUARD_BITS, Guard, GuardMap
 from .head_guard_config import SELECTORS, HeadGuardConfig
 from .layout import KeyLayout
 from .ranks import allocated_by_gradient, rank_for_parameters, rank_for_ratio, resolve_ranks
+from .storage_spec import ALL_BITS, KIVI_GROUP_SIZE, SCHEME_BITS, WHOLE_LAYER, LayerStorage, StorageSpec
 
 
 __all__ = [

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hf_wsvd.quantizer_config.cache_config import SCHEME_BITS, StorageSpec
+from hf_wsvd.quantizer_config import SCHEME_BITS, StorageSpec
 from hf_wsvd.rotations import spreading_rotation
 from hf_wsvd.storage.codec import Packed
 from hf_wsvd.storage.hadamard import block_size, rotate, rotation_constants, to_integers

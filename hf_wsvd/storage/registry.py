@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..quantizer_config.cache_config import StorageSpec
+from ..quantizer_config import StorageSpec
 from .codec import Codec
 from .float16 import CastCodec
 from .fp8 import Fp8Codec
