@@ -254,6 +254,8 @@ def test_a_second_run_measures_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(headguard, "RECIPE_BASES", [])
     output = tmp_path / "results.json"
     arguments = ["headguard.py", "--checkpoint", str(tmp_path / "model"), "--output", str(output), "--limit", "2"]
+    # Not the script's own number of threads: it would last for all tests that follow.
+    arguments += ["--threads", str(torch.get_num_threads())]
     arguments += ["--caches", "dense", "--seeds", "4", "--check", "1", "--selectors"]
 
     def run(*selectors: str) -> dict:
