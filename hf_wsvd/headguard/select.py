@@ -34,7 +34,7 @@ def select_heads(
         batches: calibration data: model inputs with `input_ids`, `labels` (int64 `[B, S]`, the answer, -100
             elsewhere), and `evidence_mask` (bool `[B, S]`) for selector "retrieval", as `load_calibration` and
             `default_calibration` give them. Selectors "random" and "boundary_layers" need none.
-        config: what to choose, and how; None for the paper's choice. One with a `guard_map` is not measured again.
+        config: what to choose, and how; None for the defaults. One with a `guard_map` is not measured again.
         cache: the packed storage, which selector "restoration" measures.
 
     Returns:
