@@ -83,11 +83,15 @@ TEXT_ONLY = ImageTokens()
 
 
 class _Slot:
-    """Holds the classes while dynamo traces, which cannot write thread-local attributes."""
+    """Holds the classes while dynamo traces, which cannot write thread-local attributes.
 
-    image_tokens: ImageTokens | None = None
-    teller: nn.Module | None = None
-    callers: ImageTokens | None = None
+    Attributes of the object from the start: one that appears in the first forward has the second compiled anew.
+    """
+
+    def __init__(self) -> None:
+        self.image_tokens: ImageTokens | None = None
+        self.teller: nn.Module | None = None
+        self.callers: ImageTokens | None = None
 
 
 _traced = _Slot()

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 from hf_wsvd import WSVDCache
 from hf_wsvd.call import active_call
 from hf_wsvd.compat import CACHE_ARGUMENT
+from hf_wsvd.image_tokens import watch_image_tokens
 
 
 def greedy(model, **options) -> torch.Tensor:
@@ -85,6 +86,9 @@ def test_two_copies_keep_their_own_caches(family, compressed):
 @torch.no_grad()
 def test_a_static_decode_step_compiles_whole_and_once(family, count, compressed):
     model = compressed(family)
+    if family == "llava":  # as for caches that keep images and text apart
+        model = copy.deepcopy(model)
+        watch_image_tokens(model)
     caches = [StaticCache(model.config.get_text_config(decoder=True), max_cache_len=24) for _ in range(2)]
     graphs = []
 
