@@ -7,18 +7,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from .call import LatentCall, active_call, set_active_call
+from .cache_layers import StoredMixin
+from .call import DenseCall, LatentCall, active_call, set_active_call
 from .compat import cache_of
+from .decode_operands import decode_parts, key_norm_weights
 from .decoder import decoder_attentions, decoder_of
-from .kernels import latent_attention
+from .kernels import choose, latent_attention
+from .kernels.dispatch import device_obstacle, kernels_can_run
+from .latent_layers import LatentMixin
 from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
+from .trial import layers_that_need_keys
 from .upgrade import latent_layer
 
 
@@ -36,6 +42,8 @@ class Binding:
         self.layout = layout
         self.storage = storage
         self.row_group = row_group
+        self.norm_kind: tuple | None = None  # of the key norm, once looked at: see `rms_norm_kind`
+        self.on_trial = False
         self.handles: list = []
 
 
@@ -48,18 +56,34 @@ def bind(attention: nn.Module, layer: int, layout: KeyLayout | None, storage: La
     row_group = getattr(attention, "layer_type", getattr(attention, "is_sliding", None))
     binding = Binding(layer, layout, row_group, storage)
     if layout is not None:
-        binding.handles = [
-            attention.register_forward_pre_hook(open_call, with_kwargs=True),
-            attention.register_forward_hook(close_call, always_call=True),
-        ]
+        hook(attention, binding)
     attention._wsvd = binding
+
+
+def hook(attention: nn.Module, binding: Binding) -> None:
+    """Open a call around every forward of an attention layer."""
+    binding.handles = [
+        attention.register_forward_pre_hook(open_call, with_kwargs=True),
+        attention.register_forward_hook(close_call, always_call=True),
+    ]
 
 
 def unbind(attention: nn.Module) -> None:
     """Undo `bind`."""
-    for handle in attention._wsvd.handles:
-        handle.remove()
+    unhook(attention._wsvd)
     del attention._wsvd
+
+
+def unhook(binding: Binding) -> None:
+    """Undo `hook`."""
+    for handle in binding.handles:
+        handle.remove()
+    binding.handles = []
+
+
+def is_hooked(attention: nn.Module) -> bool:
+    """Whether a call is opened around forwards of an attention layer."""
+    return hasattr(attention, "_wsvd") and bool(attention._wsvd.handles)
 
 
 def bound_layers(model: PreTrainedModel) -> set[int]:
@@ -68,9 +92,34 @@ def bound_layers(model: PreTrainedModel) -> set[int]:
     return {b.layer for b in bindings if b is not None and b.layout is not None}
 
 
+def bind_packed(model: PreTrainedModel) -> None:
+    """Let kernels read packed keys and values of layers that hold no latents, where a trial shows that they can.
+
+    Nothing happens where no kernel can run, and to layers that are hooked already.
+    """
+    if not kernels_can_run():
+        return
+    found = [a for a in decoder_attentions(model) if not is_hooked(a.module)]
+    for attention in found:
+        if not hasattr(attention.module, "_wsvd"):
+            bind(attention.module, attention.layer, None)
+        hook(attention.module, attention.module._wsvd)
+        attention.module._wsvd.on_trial = True
+    wrong = layers_that_need_keys(model, found, latent=False) if found else ()
+    for attention in found:
+        binding = attention.module._wsvd
+        binding.on_trial = False
+        if attention.layer in wrong:
+            unhook(binding)
+
+
 def open_call(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     """Pre-hook of `self_attn`: open the channel to the cache layer of this call."""
     binding = attention._wsvd
+    if binding.layout is None:
+        layer = stored_layer(cache_of(kwargs), binding.layer)
+        set_active_call(None if layer is None else DenseCall(attention, layer, binding.on_trial))
+        return
     cos = sin = row_key = None
     if binding.layout.rotation != "none":
         cos, sin = (half_rows(rows, binding.layout.rotation) for rows in kwargs["position_embeddings"])
@@ -79,9 +128,19 @@ def open_call(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None
     set_active_call(None if layer is None else LatentCall(attention, binding.layout, layer, cos, sin))
 
 
+def stored_layer(cache: object, layer_idx: int) -> StoredMixin | None:
+    """The cache layer of a decoder layer, where it is one of ours that holds keys and values."""
+    layers = cache.layers if isinstance(cache, Cache) else ()
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    return layer if isinstance(layer, StoredMixin) and not isinstance(layer, LatentMixin) else None
+
+
 def close_call(attention: nn.Module, args: tuple, output: Any) -> None:
     """Forward hook of `self_attn`, called after an exception too."""
+    call = active_call()
     set_active_call(None)
+    if isinstance(call, LatentCall | DenseCall):
+        call.layer.settle()
 
 
 def attend(
@@ -95,37 +154,80 @@ def attend(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function "wsvd": latents where the current call says so, else `base` on ordinary keys and values.
+    """Attention function "wsvd": latents and packed tokens where the current call says so, else `base`.
 
     Args:
-        base: "sdpa" or "eager".
+        base: "sdpa" or "eager", for ordinary keys and values.
         query, key, value: `[B, Hq or Hkv, N or S, D]` as every attention function of transformers gets them.
 
     Returns:
         `[B, N, Hq, D]` and the attention weights where `base` gives them.
     """
     call = active_call()
-    if isinstance(call, LatentCall) and call.attention is module and call.cached and call.reads_latents():
-        dense = dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY)
-        if not call.layer_was_empty and (key is not call.handed[0] or value is not call.handed[1]):
-            raise RuntimeError(f"{type(module).__name__} changes cached keys or values: it cannot work on latents")
-        if not (call.layer_was_empty or dense):
-            out = latent_attention(
-                query,
-                *call.cached,
-                attention_mask,
-                scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-                softcap=kwargs.get("softcap"),
-                **call.key_norms(),
-            )
+    extras = any(kwargs.get(name) is not None for name in DENSE_ONLY)
+    plain = not (dropout or kwargs.get("output_attentions") or extras)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(call, DenseCall) and call.attention is module and call.packed:
+        check_handed(call, key, value)
+        out = fused(call, query, attention_mask, factor, kwargs.get("softcap")) if plain else None
+        if out is not None:
             return out, None
-        if not call.layer_was_empty:
+        key, value = call.layer.visible(key, value, False)
+    if isinstance(call, LatentCall) and call.attention is module and call.stored and call.reads_latents():
+        if call.layer_was_empty:
+            prepare(call, query)
+        else:
+            check_handed(call, key, value)
+            if plain:
+                out = fused(call, query, attention_mask, factor, kwargs.get("softcap"))
+                if out is None:
+                    out = latent_attention(
+                        query,
+                        *call.cached(),
+                        attention_mask,
+                        scaling=factor,
+                        softcap=kwargs.get("softcap"),
+                        **call.key_norms(),
+                    )
+                return out, None
             key, value = call.expand()
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[-2]:  # first tokens of a static cache
         attention_mask = attention_mask[..., : key.shape[-2]]
     return base_attention(base, module)(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
+
+
+def check_handed(call: LatentCall | DenseCall, key: Tensor, value: Tensor) -> None:
+    """RuntimeError unless attention got what the cache handed to it."""
+    if key is not call.handed[0] or value is not call.handed[1]:
+        kind = "latents" if isinstance(call, LatentCall) else "packed tokens"
+        raise RuntimeError(f"{type(call.attention).__name__} changes cached keys or values: it cannot work on {kind}")
+
+
+def fused(
+    call: LatentCall | DenseCall, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor | None:
+    """Attention of an open call by a kernel, `[B, N, Hq, D]`; None where it has to go another way."""
+    if device_obstacle(query.device) is not None:
+        return None
+    norm = key_norm_weights(call, call.attention._wsvd)
+    parts = norm if isinstance(norm, str) else decode_parts(call, query)
+    rotation = call.rotation()
+    if choose(query, parts, rotation, norm=norm).kernel == "torch":
+        return None
+    from .kernels.fused_attention import fused_attention
+
+    if mask is not None:
+        mask = mask[..., -query.shape[2] :, :]
+    return fused_attention(query, parts, rotation, mask, scaling=scaling, softcap=softcap, norm=norm)
+
+
+def prepare(call: LatentCall, query: Tensor) -> None:
+    """Work out what later steps of the same cache need; not in a traced step, whose tensors would be the graph's."""
+    if device_obstacle(query.device) is None and not torch.compiler.is_compiling():
+        key_norm_weights(call, call.attention._wsvd)
+        decode_parts(call, query)
 
 
 def base_attention(base: str, module: nn.Module) -> Callable:

@@ -15,9 +15,11 @@ from transformers.cache_utils import (
 )
 from transformers.utils import logging
 
+from .call import DenseCall, active_call
 from .image_tokens import ImageTokens, current_image_tokens
 from .quantizer_config import WHOLE_LAYER, LayerStorage
 from .storage import Store, append_both, clear_visible, counter_of, make_static_store, make_store
+from .storage.runs import Run
 
 
 logger = logging.get_logger("hf_wsvd")
@@ -32,6 +34,7 @@ class StoredMixin:
     storage: LayerStorage = WHOLE_LAYER
     key_store: Store | None = None
     value_store: Store | None = None
+    expansions: dict | None = None  # what expands packed tokens for kernels, worked out once
 
     @property
     def keys(self) -> Tensor | None:
@@ -77,6 +80,44 @@ class StoredMixin:
     def is_first_call(self) -> bool:
         """Whether the layer, initialized, holds no tokens yet."""
         return len(self.key_store) == 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Store the tokens of a call; return what attention is to read.
+
+        Where the call's attention reads the layer as it is kept (`DenseCall`), it gets the new tokens back.
+        """
+        exact = self.append(key_states, value_states)
+        call = active_call()
+        if isinstance(call, DenseCall) and call.layer is self and not exact and call.takes(key_states, value_states):
+            return key_states, value_states
+        visible = self.visible(key_states, value_states, exact)
+        self.settle()
+        if isinstance(call, DenseCall) and call.layer is self:
+            call.handed = visible
+        return visible
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> bool:
+        """Store tokens. Attention is to read `visible`, or `runs`; `settle` follows.
+
+        Returns:
+            Whether attention gets the new tokens as they are rather than as they were stored.
+        """
+        return self.put(key_states, value_states)
+
+    def visible(self, key_states: Tensor, value_states: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+        """What attention is to read after `append`, whose arguments and result are given: `[B, H, S, width]` each."""
+        return (key_states, value_states) if exact else (self.key_store.read(), self.value_store.read())
+
+    def obstacle(self) -> str | None:
+        """Why kernels cannot read the stores; None where they can."""
+        return next((reason for store in self.stores() if (reason := store.obstacle()) is not None), None)
+
+    def runs(self, query_length: int) -> tuple[list[Run], list[Run]]:
+        """The same as `visible` after a call of `query_length` tokens, as it is kept. Only without `obstacle`."""
+        return self.key_store.runs(), self.value_store.runs()
+
+    def settle(self) -> None:
+        """Drop what only the attention of the last call had to read."""
 
     def put(self, key_states: Tensor, value_states: Tensor) -> bool:
         """Append the tokens of a call. Returns whether attention is to see them as they are ("exact" first tokens).
@@ -181,11 +222,6 @@ class GrowingLayer(StoredMixin, DynamicLayer):
         super().__init__()
         self.storage = storage
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.put(key_states, value_states):
-            return key_states, value_states
-        return self.key_store.read(), self.value_store.read()
-
     def get_seq_length(self) -> int:
         return len(self.key_store) if self.key_store is not None else 0
 
@@ -208,15 +244,31 @@ class GrowingSlidingWindowLayer(StoredMixin, DynamicSlidingWindowLayer):
         super().__init__(sliding_window=sliding_window)
         self.storage = storage
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def append(self, key_states: Tensor, value_states: Tensor) -> bool:
+        if self.is_initialized:
+            self.settle()  # an interrupted call did not
         exact = self.put(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        keys, values = (key_states, value_states) if exact else (self.key_store.read(), self.value_store.read())
+        return exact
+
+    def visible(self, key_states: Tensor, value_states: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+        keys, values = super().visible(key_states, value_states, exact)
+        if not self.record_past:
+            return keys, values
+        count = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -count:], values[:, :, -count:]
+
+    def runs(self, query_length: int) -> tuple[list[Run], list[Run]]:
+        both = super().runs(query_length)
+        beyond = len(self.key_store) - (self.sliding_window - 1 + query_length)
+        if not self.record_past or beyond <= 0:
+            return both
+        keys, values = ([part for run in runs for part in run.without_first(beyond)] for runs in both)
+        return keys, values
+
+    def settle(self) -> None:
         if not self.record_past:
             self._keep_window()
-            return keys, values
-        visible = self.sliding_window - 1 + key_states.shape[-2]
-        return keys[:, :, -visible:], values[:, :, -visible:]
 
     def reset(self) -> None:
         self.keys = self.values = None
@@ -249,6 +301,7 @@ class PackedStaticMixin(StoredMixin):
 
     # A flag and not a look at the length, which lies in a tensor.
     has_tokens = False
+    mask_columns = 0  # of the last call
 
     def is_first_call(self) -> bool:
         return not self.has_tokens
@@ -266,18 +319,22 @@ class PackedStaticMixin(StoredMixin):
         self.key_store, self.value_store = self.new_store("key", key_states), self.new_store("value", value_states)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        visible = self.get_mask_sizes(key_states.shape[-2])[0]
+    def append(self, key_states: Tensor, value_states: Tensor) -> bool:
+        self.mask_columns = self.get_mask_sizes(key_states.shape[-2])[0]
         exact = self.put(key_states, value_states)
         self.has_tokens = True
-        stored = None if exact else (self.key_store.read(), self.value_store.read())
+        return exact
+
+    def visible(self, key_states: Tensor, value_states: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+        if not exact:
+            return super().visible(key_states, value_states, exact)
+        # As many as the mask has columns; it hides those that hold no token yet.
+        missing = self.mask_columns - key_states.shape[-2]
+        return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
+
+    def settle(self) -> None:
         for store in self.stores():
             clear_visible(store)
-        if stored is not None:
-            return stored
-        # As many as the mask has columns; it hides those that hold no token yet.
-        missing = visible - key_states.shape[-2]
-        return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
 
     def _counter(self) -> StaticLayer | None:
         return counter_of(self.key_store) if self.is_initialized else None

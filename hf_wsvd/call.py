@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from .kernels import LatentHeads, Rotation, cached_key
+from .kernels.dispatch import MAX_QUERY_TOKENS, device_obstacle
 from .quantizer_config import KeyLayout
 
 
 if TYPE_CHECKING:
+    from .cache_layers import StoredMixin
     from .latent_layers import LatentMixin
 
-# Longer queries expand K and V once instead: from here on the expansion is cheaper than attention in latent space.
-MAX_LATENT_QUERY = 16
+WSVD_FUNCTIONS = ("wsvd", "wsvd_eager")
 
 
 class LatentCall:
-    """What passes between the hooks around one `self_attn` forward.
+    """What passes between the hooks around one `self_attn` forward whose cache layer holds latents.
 
     Opened before the forward and closed after it; never outlives it. A plain class, so that dynamo can trace it.
     """
@@ -32,10 +33,12 @@ class LatentCall:
         self.cos, self.sin = cos, sin  # rows of the new tokens, [B or 1, N, d/2], or None
         self.key: LatentHeads | None = None  # of the new tokens; with the factors, so that offloading cannot part them
         self.value: LatentHeads | None = None
-        self.cached: tuple[LatentHeads, LatentHeads, Rotation | None] | None = None  # of all tokens
+        self.stored = False  # whether the cache layer has the new tokens
+        self.exact = False  # whether attention gets them as they are rather than as they were stored
         self.handed: tuple[Tensor, Tensor] | None = None  # what the cache gave attention instead of expanded keys
         self.layer_was_empty = layer.is_empty
-        self.latent_attention = attention.config._attn_implementation in ("wsvd", "wsvd_eager")
+        self.latent_attention = attention.config._attn_implementation in WSVD_FUNCTIONS
+        self._cached: tuple[LatentHeads, LatentHeads, Rotation | None] | None = None
 
     def record(self, projection: nn.Module, heads: LatentHeads) -> None:
         """Take the latents of the new tokens from the layer's own `k_proj` or `v_proj`."""
@@ -44,25 +47,65 @@ class LatentCall:
         elif projection is self.attention.v_proj:
             self.value = heads
 
-    def cache(self, key_latent: Tensor, value_latent: Tensor, rows: tuple[Tensor, Tensor] | None) -> None:
-        """Take the latents (and rotary rows) of all tokens that attention may see."""
-        rotation = None
-        if self.layout.rotation != "none":
-            rotation = Rotation(*rows, interleaved=self.layout.rotation != "halves")
-        self.cached = (self.key._replace(latent=key_latent), self.value._replace(latent=value_latent), rotation)
+    def rotation(self) -> Rotation | None:
+        """Rotary rows of all tokens that attention may see."""
+        if self.layout.rotation == "none":
+            return None
+        return Rotation(*self.layer.rows.angles, interleaved=self.layout.rotation != "halves")
+
+    def cached(self) -> tuple[LatentHeads, LatentHeads, Rotation | None]:
+        """Latents of all tokens that attention may see, unpacked, and their rotary rows."""
+        if self._cached is None:
+            key, value = self.layer.visible(self.key.latent, self.value.latent, self.exact)
+            self._cached = (self.key._replace(latent=key), self.value._replace(latent=value), self.rotation())
+        return self._cached
 
     def reads_latents(self) -> bool:
         """Whether attention works on the latents rather than on expanded keys and values."""
-        return self.latent_attention and self.key.latent.shape[-2] <= MAX_LATENT_QUERY
+        return self.latent_attention and self.key.latent.shape[-2] <= MAX_QUERY_TOKENS
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all cached tokens, `[B, H, S, D]`, as dense attention would have cached them."""
-        key, value, rotation = self.cached
+        key, value, rotation = self.cached()
         return cached_key(key, rotation, **self.key_norms()), value.expand()
 
     def key_norms(self) -> dict[str, nn.Module | None]:
         """The model's key norm as `norm_before`/`norm_after` of the attention functions."""
         return key_norms(self.attention, self.layout)
+
+
+class DenseCall:
+    """The same for a layer whose cache holds keys and values, packed, and whose attention can read them as they are.
+
+    Attributes:
+        always: hand packed tokens over even where no kernel is there to read them (in a trial).
+    """
+
+    def __init__(self, attention: nn.Module, layer: StoredMixin, always: bool = False):
+        self.attention, self.layer, self.always = attention, layer, always
+        self.layer_was_empty = not layer.has_any()
+        self.key = self.value = LatentHeads(None)
+        self.handed: tuple[Tensor, Tensor] | None = None
+        self.packed = False  # whether the layer, and not `handed`, has what attention is to read
+
+    def record(self, projection: nn.Module, heads: LatentHeads) -> None:
+        """The cache holds the expanded heads."""
+
+    def rotation(self) -> None:
+        """Keys were rotated before they came to the cache."""
+        return
+
+    def takes(self, keys: Tensor, values: Tensor) -> bool:
+        """Whether attention will read the cache layer by itself; then it gets the new keys and values to tell so."""
+        if self.layer_was_empty:  # no mask at this point says what the tokens see
+            return False
+        few = keys.shape[-2] <= MAX_QUERY_TOKENS and self.attention.config._attn_implementation in WSVD_FUNCTIONS
+        gradients = torch.is_grad_enabled() and keys.requires_grad
+        kernel = not (self.layer.storage.whole or gradients or device_obstacle(keys.device) or self.layer.obstacle())
+        self.packed = few and (kernel or self.always)
+        if self.packed:
+            self.handed = (keys, values)
+        return self.packed
 
 
 KEY_NORM_NAMES = ("k_norm", "key_layernorm", "k_layernorm")
@@ -86,21 +129,21 @@ def key_norms(attention: nn.Module, layout: KeyLayout) -> dict:
 class _Slot:
     """Holds the open call while dynamo traces (it cannot write thread-local attributes; tracing takes a lock)."""
 
-    call: LatentCall | None = None
+    call: LatentCall | DenseCall | None = None
 
 
 _traced = _Slot()
 _local = threading.local()
 
 
-def active_call() -> LatentCall | None:
+def active_call() -> LatentCall | DenseCall | None:
     """The call that is open in this thread, if any."""
     if torch.compiler.is_compiling():
         return _traced.call
     return getattr(_local, "call", None)
 
 
-def set_active_call(call: LatentCall | None) -> None:
+def set_active_call(call: LatentCall | DenseCall | None) -> None:
     """Open `call` in this thread, or close the open one with None."""
     if torch.compiler.is_compiling():
         _traced.call = call

@@ -15,8 +15,10 @@ from .cache_layers import (
     PackedStaticSlidingWindowLayer,
     StoredMixin,
 )
-from .call import active_call
+from .call import LatentCall, active_call
+from .kernels import StoredTokens
 from .quantizer_config import WHOLE_LAYER
+from .storage.runs import Run
 
 
 class LatentMixin:
@@ -53,7 +55,7 @@ class LatentMixin:
         every other gets the expanded keys and values of the whole layer.
         """
         call = active_call()
-        if call is None or call.layer is not self or call.key is None or call.value is None:
+        if not isinstance(call, LatentCall) or call.layer is not self or call.key is None or call.value is None:
             raise RuntimeError(
                 "this cache layer holds latents and can be updated only by the attention layer that it belongs to; "
                 "use a new cache for another model"
@@ -61,16 +63,17 @@ class LatentMixin:
         empty, self.is_empty = self.is_empty, False
         if self.owns_rows:
             self._append_rows(call.cos, call.sin, key_states.shape[0])
-        latents = super().update(call.key.latent, call.value.latent, *args, **kwargs)
-        call.cache(*latents, self.rows.visible if self.rows is not None else None)
+        call.exact, call.stored = self.append(call.key.latent, call.value.latent), True
         storage = getattr(self, "storage", WHOLE_LAYER)
-        if empty and not storage.whole and storage.prefill == "stored":
-            return call.expand()  # without a mask at this point: attention in latent space could not be causal
+        # As stored, without a mask at this point: attention in latent space could not be causal.
+        as_stored = empty and not storage.whole and storage.prefill == "stored"
         whole = empty and (call.latent_attention or not self.is_compileable)
-        if whole or call.reads_latents():
+        if not as_stored and (whole or call.reads_latents()):
             call.handed = (key_states, value_states)
             return key_states, value_states
-        return call.expand()
+        expanded = call.expand()
+        self.settle()
+        return expanded
 
     def _append_rows(self, cos: Tensor, sin: Tensor, batch: int) -> None:
         """Rows arrive as `[B or 1, S, d/2]`; one row serves the batch until somebody brings more."""
@@ -82,20 +85,21 @@ class LatentMixin:
                 cos, sin = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
                 self.rows.batch_repeat_interleave(batch // held)
         cos, sin = self.rows.update(cos[:, None], sin[:, None])
-        self.rows.visible = (cos[:, 0], sin[:, 0])
+        self.rows.angles = (cos[:, 0], sin[:, 0])
 
     def reset(self) -> None:
         super().reset()
         self.is_empty = True
+        self.expansions = None  # the model's weights may be others for the next text
         if self.owns_rows:
             self.rows.reset()
-            self.rows.visible = None
+            self.rows.angles = None
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         if self.owns_rows:
             self.rows.crop(tokens_to_remove)
-            self.rows.visible = None
+            self.rows.angles = None
         # At length zero transformers makes no mask and relies on `is_causal`, as for a first prompt.
         self.is_empty = self.is_empty or int(self.get_seq_length()) == 0
 
@@ -103,19 +107,19 @@ class LatentMixin:
         super().reorder_cache(beam_idx)
         if self._owns_row_batch():
             self.rows.reorder_cache(beam_idx)
-            self.rows.visible = None
+            self.rows.angles = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
         if self._owns_row_batch():
             self.rows.batch_select_indices(indices)
-            self.rows.visible = None
+            self.rows.angles = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         if self._owns_row_batch():
             self.rows.batch_repeat_interleave(repeats)
-            self.rows.visible = None
+            self.rows.angles = None
 
     def _owns_row_batch(self) -> bool:
         return self.owns_rows and self.rows.is_initialized and row_batch(self.rows) > 1
@@ -124,6 +128,33 @@ class LatentMixin:
 def row_batch(rows: CacheLayerMixin) -> int:
     """Sequences that rotary rows are held for: 1 where all share them."""
     return rows.key_store.batch if isinstance(rows, StoredMixin) else rows.keys.shape[0]
+
+
+class WholeStaticMixin:
+    """What `StoredMixin` offers, for a static layer of transformers."""
+
+    seen: tuple[Tensor, Tensor] | None = None
+    expansions: dict | None = None
+
+    def append(self, key_states: Tensor, value_states: Tensor) -> bool:
+        self.seen = self.stock_class.update(self, key_states, value_states)
+        return False
+
+    def visible(self, key_states: Tensor, value_states: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
+        return self.seen
+
+    def obstacle(self) -> None:
+        return None
+
+    def runs(self, query_length: int) -> tuple[list[Run], list[Run]]:
+        keys, values = (
+            [Run.of(StoredTokens(tokens, None, tokens.shape[-1], bits=8 * tokens.element_size()))]
+            for tokens in self.seen
+        )
+        return keys, values
+
+    def settle(self) -> None:
+        self.seen = None
 
 
 class LatentDynamicLayer(LatentMixin, GrowingLayer):
@@ -143,16 +174,16 @@ class LatentSlidingWindowLayer(LatentMixin, GrowingSlidingWindowLayer):
             self.rows.activate_past_recording()
 
 
-class LatentStaticLayer(LatentMixin, StaticLayer):
+class LatentStaticLayer(LatentMixin, WholeStaticMixin, StaticLayer):
     """Latents in tensors of fixed size and address, for compiled decoding."""
 
-    rows_class = StaticLayer
+    rows_class = stock_class = StaticLayer
 
 
-class LatentStaticSlidingWindowLayer(LatentMixin, StaticSlidingWindowLayer):
+class LatentStaticSlidingWindowLayer(LatentMixin, WholeStaticMixin, StaticSlidingWindowLayer):
     """Latents of a sliding window in tensors of fixed size and address."""
 
-    rows_class = StaticSlidingWindowLayer
+    rows_class = stock_class = StaticSlidingWindowLayer
 
 
 class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):

@@ -1,7 +1,23 @@
-"""Attention over latents: plain-torch oracles and the paths built on them."""
+"""Attention over latents and packed caches: plain-torch oracles and paths, kernels, and the choice between them."""
 
+from .dispatch import Choice, choose, explain, register_fast_kernel, use
 from .latent_attention import latent_attention, latent_attention_oracle
 from .latent_heads import LatentHeads, Rotation, cached_key
+from .stored_tokens import DecodePart, KeyNormWeights, StoredTokens
 
 
-__all__ = ["LatentHeads", "Rotation", "cached_key", "latent_attention", "latent_attention_oracle"]
+__all__ = [
+    "Choice",
+    "DecodePart",
+    "KeyNormWeights",
+    "LatentHeads",
+    "Rotation",
+    "StoredTokens",
+    "cached_key",
+    "choose",
+    "explain",
+    "latent_attention",
+    "latent_attention_oracle",
+    "register_fast_kernel",
+    "use",
+]

@@ -76,3 +76,9 @@ class Codec(ABC):
         vars(new).update(vars(self))
         new.state = {name: value.clone() for name, value in self.state.items()}
         return new
+
+
+def codec_obstacle(codec: Codec) -> str | None:
+    """Why kernels cannot read what a codec packs; None where they can."""
+    known = type(codec).stored is not Codec.stored
+    return None if known else f"kernels do not know what {type(codec).__name__} packs"

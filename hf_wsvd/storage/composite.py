@@ -23,6 +23,9 @@ class CompositeStore(Store):
         named = ((f"{name}.{inner}", t) for name, part in self.parts.items() for inner, t in part.packed().items())
         return dict(named)
 
+    def obstacle(self) -> str | None:
+        return next((reason for part in self.parts.values() if (reason := part.obstacle()) is not None), None)
+
     def select_batch(self, index: Tensor | list[int] | slice) -> None:
         for part in self.parts.values():
             part.select_batch(index)

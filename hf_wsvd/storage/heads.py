@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..image_tokens import ImageTokens
 from .composite import CompositeStore
+from .runs import Run
 from .store import Store
 
 
@@ -21,8 +22,9 @@ class SplitHeadsStore(CompositeStore):
 
     def __init__(self, heads: tuple[int, ...], first: Store, rest: Store, name: str = "whole"):
         self.heads, self.width = first.heads + rest.heads, rest.width
-        self.first_heads = as_slice(list(heads))
-        self.rest_heads = as_slice([head for head in range(self.heads) if head not in heads])
+        self.first_numbers = tuple(heads)
+        self.rest_numbers = tuple(head for head in range(self.heads) if head not in heads)
+        self.first_heads, self.rest_heads = as_slice(list(heads)), as_slice(list(self.rest_numbers))
         self.first, self.rest = first, rest
         self.parts = {name: first, "rest": rest}
 
@@ -60,6 +62,10 @@ class SplitHeadsStore(CompositeStore):
             self.rest.read_into(out[:, self.rest_heads])
         else:
             out[:, self.rest_heads] = self.rest.read().to(out.dtype)
+
+    def runs(self) -> list[Run]:
+        both = ((self.first, self.first_numbers), (self.rest, self.rest_numbers))
+        return [run.with_heads(numbers) for part, numbers in both for run in part.runs()]
 
     def crop(self, count: int) -> None:
         self.first.crop(count)

@@ -56,6 +56,9 @@ class KiviKeyStore(Store):
         if packed < tokens.shape[2]:
             self.recent.append(tokens[:, :, packed:])
 
+    def obstacle(self) -> str:
+        return "scheme kivi: keys are coded over groups of tokens"
+
     @unaffected
     def _pack(self, tokens: Tensor) -> None:
         groups = tokens.unflatten(2, (-1, self.group_size)).float()  # [B, H, G, g, width]

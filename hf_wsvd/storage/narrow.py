@@ -11,6 +11,7 @@ from ..image_tokens import ImageTokens
 from ..quantizer_config import LayerStorage, StorageSpec
 from .composite import CompositeStore
 from .heads import SplitHeadsStore
+from .runs import Run
 from .store import Store
 
 
@@ -42,6 +43,9 @@ class NarrowStore(CompositeStore):
     def read_into(self, out: Tensor) -> None:
         self.inner.read_into(out[..., : self.inner.width])
         out[..., self.inner.width :] = 0
+
+    def runs(self) -> list[Run]:
+        return self.inner.runs()  # narrower than the tokens: what expands them has its last columns for zeros
 
     def crop(self, count: int) -> None:
         self.inner.crop(count)

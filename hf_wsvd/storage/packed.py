@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .codec import Codec, Packed
+from .codec import Codec, Packed, codec_obstacle
 from .modes import unaffected
+from .runs import Run
 from .store import BufferStore, Piece, Store, check_names
 
 
@@ -64,6 +65,12 @@ class PackedStore(BufferStore):
         else:
             scales = payload.new_empty((*payload.shape[:-1], 0), dtype=torch.float16)
         return Packed(payload, scales)
+
+    def obstacle(self) -> str | None:
+        return codec_obstacle(self.codec)
+
+    def runs(self) -> list[Run]:
+        return [Run.of(self.codec.stored(self._packed()), self.codec.rotation())]
 
     def to(self, device: torch.device) -> None:
         super().to(device)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .runs import Stretch
+
 
 class Segment(NamedTuple):
     """Neighbouring tokens, and where each part has them.
@@ -93,3 +95,50 @@ def check_places(segment: Segment) -> None:
         before = torch.nn.functional.pad(highest[:, :-1], (1, 0), value=-1)
         if not bool(((slots < count) & (~own | (slots > before))).all()):
             raise ValueError("places point to slots that are not there, or to one slot twice")
+
+
+def stretches_of(segments: list[Segment], name: str, start: int, tokens: int) -> tuple[Stretch, ...]:
+    """Positions of the tokens in slots `start` to `start + tokens` of a part, where all rows are alike.
+
+    Args:
+        name: of the part, "image" or "text".
+    """
+    found, position, slot = [], 0, 0
+    for segment in segments:
+        slots = getattr(segment, name)
+        first, last = max(slot, start), min(slot + slots, start + tokens)
+        if first < last:
+            found.append(Stretch(position + first - slot, last - first))
+        position, slot = position + segment.tokens, slot + slots
+    return tuple(found)
+
+
+def positions_of(segments: list[Segment], name: str, device: torch.device, spare: int) -> Tensor:
+    """The position of each slot of a part, int32 `[B or 1, slots + spare]`; -1 for a slot without a token.
+
+    Args:
+        name: of the part, "image" or "text".
+        spare: slots more, for tokens that may follow the last segment.
+    """
+    found, position = [], 0
+    for number, segment in enumerate(segments):
+        slots = getattr(segment, name)
+        if segment.places is None and slots:
+            ahead = spare if number == len(segments) - 1 else 0
+            found.append(torch.arange(position, position + slots + ahead, dtype=torch.int32, device=device)[None])
+        elif slots:
+            found.append(inverse(segment.places if name == "image" else -1 - segment.places, slots, position))
+        position += segment.tokens
+    batch = max(len(positions) for positions in found)
+    return torch.cat([positions.expand(batch, -1) for positions in found], dim=1)
+
+
+def inverse(slots: Tensor, count: int, first: int = 0) -> Tensor:
+    """From the slot of every position `[B, N]` (negative: none) to the position of every slot, int32 `[B, count]`.
+
+    Positions count from `first`; -1 for a slot without a token.
+    """
+    positions = torch.arange(first, first + slots.shape[1], dtype=torch.int32, device=slots.device)
+    found = torch.full((slots.shape[0], count + 1), -1, dtype=torch.int32, device=slots.device)
+    found.scatter_(1, torch.where(slots < 0, count, slots).long(), positions.expand_as(slots).contiguous())
+    return found[:, :count]

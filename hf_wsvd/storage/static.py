@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
-from .codec import Codec, Packed
+from .codec import Codec, Packed, codec_obstacle
 from .composite import CompositeStore
 from .modes import unaffected
+from .runs import Run
 from .store import Piece, Store
 
 
@@ -53,6 +54,13 @@ class StaticStore(Store):
     def read(self) -> Tensor:
         payload, scales = self.visible or (self.layer.keys, self.layer.values)
         return self.codec.decode(Packed(payload, as_scales(scales)), self.dtype)
+
+    def obstacle(self) -> str | None:
+        return codec_obstacle(self.codec)
+
+    def runs(self) -> list[Run]:
+        payload, scales = self.visible or (self.layer.keys, self.layer.values)
+        return [Run.of(self.codec.stored(Packed(payload, as_scales(scales))), self.codec.rotation())]
 
     def packed(self) -> dict[str, Tensor]:
         return {"payload": self.layer.keys, "scales": as_scales(self.layer.values), **self.codec.state}

@@ -11,6 +11,8 @@ from transformers.utils import logging
 
 from ..image_tokens import ImageTokens
 from .composite import CompositeStore
+from .runs import Run
+from .segments import inverse
 from .store import Piece, Store
 from .token_classes import by_class, by_row
 
@@ -130,6 +132,18 @@ class StaticTokenClassStore(CompositeStore):
         image = self.slots["image"]
         index = torch.where(places < 0, image - 1 - places, places)
         return by_row(torch.cat([part.read() for part in self.parts.values()], dim=2), index)
+
+    def runs(self) -> list[Run]:
+        places = self.layer.keys[:, 0, :, 0]
+        written = torch.arange(places.shape[1], device=places.device) < self.layer.get_seq_length()
+        found = []
+        for name, part in self.parts.items():
+            slots = places if name == "image" else -1 - places
+            positions = inverse(torch.where(written, slots, -1), self.slots[name])
+            for run in part.runs():
+                order = (name, tuple(self.slots.items()), run.stretches)
+                found.append(run._replace(order=order, stretches=None, places=positions))
+        return found
 
     def crop(self, count: int) -> None:
         self.layer.crop(-count)

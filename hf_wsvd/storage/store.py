@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..image_tokens import ImageTokens
+from .runs import Run
 from .token_buffer import TokenBuffer
 
 
@@ -69,7 +70,15 @@ class Store(ABC):
 
     @abstractmethod
     def packed(self) -> dict[str, Tensor]:
-        """The tensors as they are kept, for kernels: views by name (nested stores prefix theirs)."""
+        """The tensors as they are kept: views by name (nested stores prefix theirs)."""
+
+    def obstacle(self) -> str | None:
+        """Why kernels cannot read the tokens as they are kept; None where they can."""
+        return f"{type(self).__name__} keeps tokens in a form that kernels do not know"
+
+    def runs(self) -> list[Run]:
+        """What `read` would give, as it is kept, in as few runs as it lies in. Only without `obstacle`."""
+        raise NotImplementedError(self.obstacle())
 
     @abstractmethod
     def crop(self, count: int) -> None:

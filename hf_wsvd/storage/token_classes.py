@@ -10,8 +10,19 @@ from torch import Tensor
 from ..image_tokens import ImageTokens
 from ..token_slots import ClassSlots
 from .composite import CompositeStore
-from .segments import Segment, check_places, checked_segments, first_tokens, is_mixed, last_tokens
+from .runs import Run
+from .segments import (
+    Segment,
+    check_places,
+    checked_segments,
+    first_tokens,
+    is_mixed,
+    last_tokens,
+    positions_of,
+    stretches_of,
+)
 from .store import Piece, Store
+from .token_buffer import slack
 
 
 class TokenClassStore(CompositeStore):
@@ -31,6 +42,7 @@ class TokenClassStore(CompositeStore):
         self.parts = {"image": image, "text": text}
         self.segments: list[Segment] = []
         self.length = 0
+        self.positions: dict[str, Tensor] = {}  # of the slots of each part, for kernels
 
     def __len__(self) -> int:
         return self.length
@@ -67,6 +79,7 @@ class TokenClassStore(CompositeStore):
             self.segments[-1] = new
         elif new.tokens:
             self.segments.append(new)
+            self.positions = {}
 
     def read(self) -> Tensor:
         if len(self.segments) == 1 and self.segments[0].places is None:
@@ -102,10 +115,38 @@ class TokenClassStore(CompositeStore):
             position += segment.tokens
             start = {name: start[name] + count for name, count in slots.items()}
 
+    def runs(self) -> list[Run]:
+        found = []
+        for name, part in self.parts.items():
+            if not len(part):
+                continue
+            mixed = any(segment.places is not None for segment in self.segments)
+            for run in part.runs():
+                ((start, tokens),) = run.stretches  # of the part's slots
+                if mixed:
+                    layout = tuple((*segment[:3], segment.hidden) for segment in self.segments)
+                    run = run._replace(order=(name, layout, (start, tokens)), stretches=None)
+                else:
+                    stretches = stretches_of(self.segments, name, start, tokens)
+                    run = run._replace(order=stretches, stretches=stretches)
+                if mixed or len(run.stretches) > 1:
+                    run = run._replace(places=self._positions_of(name)[:, start : start + tokens])
+                found.append(run)
+        return found
+
+    def _positions_of(self, name: str) -> Tensor:
+        """The position of each slot of a part, int32 `[B or 1, slots or more]`, kept while it stays true."""
+        positions = self.positions.get(name)
+        if positions is None or positions.shape[1] < len(self.parts[name]):
+            device = next(self.pieces()).tensor.device
+            positions = self.positions[name] = positions_of(self.segments, name, device, slack(len(self.parts[name])))
+        return positions
+
     def crop(self, count: int) -> None:
         if count >= self.length:
             self.reset()
             return
+        self.positions = {}
         self.length -= count
         dropped = [0, 0]
         while count:
@@ -124,6 +165,8 @@ class TokenClassStore(CompositeStore):
             self.reset()
             return
         drop = max(self.length - count, 0)
+        if drop:
+            self.positions = {}
         self.length -= drop
         while drop:
             segment = self.segments.pop(0)
@@ -149,6 +192,7 @@ class TokenClassStore(CompositeStore):
         self._map_places(lambda places: places.to(device))
 
     def _map_places(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.positions = {}
         self.segments = [
             segment if segment.places is None else segment._replace(places=change(segment.places))
             for segment in self.segments
@@ -156,14 +200,14 @@ class TokenClassStore(CompositeStore):
 
     def reset(self) -> None:
         super().reset()
-        self.segments, self.length = [], 0
+        self.segments, self.length, self.positions = [], 0, {}
 
     def _places(self) -> list[Tensor]:
         return [segment.places for segment in self.segments if segment.places is not None]
 
     def pieces(self) -> Iterator[Piece]:
         yield from super().pieces()
-        for places in self._places():
+        for places in (*self._places(), *self.positions.values()):
             yield Piece("places", places, places.numel() * places.element_size())
 
     def packed(self) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels import StoredTokens
+from .runs import Run
 from .store import BufferStore
 
 
@@ -36,6 +38,13 @@ class WholeStore(BufferStore):
 
     def read(self) -> Tensor:
         return self.buffers["tokens"].view
+
+    def obstacle(self) -> None:
+        return None
+
+    def runs(self) -> list[Run]:
+        tokens = self.buffers["tokens"].view
+        return [Run.of(StoredTokens(tokens, None, self.width, bits=8 * tokens.element_size()))]
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         like = torch.empty(1, self.heads, 1, self.width, dtype=self.dtype, device="meta")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .composite import CompositeStore
+from .runs import Run
 from .store import Store
 from .whole import WholeStore
 
@@ -67,6 +68,14 @@ class WindowStore(CompositeStore):
             part.read_into(out[:, :, start : start + len(part)])
             start += len(part)
         return out
+
+    def runs(self) -> list[Run]:
+        found, start = [], 0
+        for part in self.parts.values():
+            if len(part):
+                found.extend(run.moved(start) for run in part.runs())
+                start += len(part)
+        return found
 
     def crop(self, count: int) -> None:
         for part in (self.recent, self.middle, self.sink):
