@@ -13,6 +13,7 @@ from .calibration import (
     load_statistics,
     save_statistics,
 )
+from .decode_choice import register_explanation
 from .estimate import MemoryEstimate, estimate_memory
 from .headguard import select_heads
 from .hub import model_card, push_to_hub
@@ -26,6 +27,7 @@ from .version import __version__
 
 
 register_attention()
+register_explanation()
 register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [

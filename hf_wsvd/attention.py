@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .cache_layers import StoredMixin
-from .call import DenseCall, LatentCall, active_call, set_active_call
+from .call import WSVD_FUNCTIONS, DenseCall, LatentCall, active_call, set_active_call
 from .compat import cache_of
 from .decode_operands import decode_parts, key_norm_weights
 from .decoder import decoder_attentions, decoder_of
@@ -95,9 +95,9 @@ def bound_layers(model: PreTrainedModel) -> set[int]:
 def bind_packed(model: PreTrainedModel) -> None:
     """Let kernels read packed keys and values of layers that hold no latents, where a trial shows that they can.
 
-    Nothing happens where no kernel can run, and to layers that are hooked already.
+    Nothing happens where no kernel can run, where attention is not "wsvd", and to layers that are hooked already.
     """
-    if not kernels_can_run():
+    if not kernels_can_run() or decoder_of(model).config._attn_implementation not in WSVD_FUNCTIONS:
         return
     found = [a for a in decoder_attentions(model) if not is_hooked(a.module)]
     for attention in found:
@@ -220,7 +220,12 @@ def fused(
 
     if mask is not None:
         mask = mask[..., -query.shape[2] :, :]
-    return fused_attention(query, parts, rotation, mask, scaling=scaling, softcap=softcap, norm=norm)
+    lengths = None
+    if mask is None and rotation is None and any(part.places is not None for part in parts):
+        # By place alone, nothing says where the sequence ends.
+        tokens = call.layer.visible_tokens(query.shape[2])
+        lengths = torch.full((query.shape[0],), tokens, dtype=torch.int32, device=query.device)
+    return fused_attention(query, parts, rotation, mask, scaling=scaling, softcap=softcap, lengths=lengths, norm=norm)
 
 
 def prepare(call: LatentCall, query: Tensor) -> None:

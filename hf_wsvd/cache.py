@@ -11,6 +11,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils import logging
 
+from .attention import bind_packed, bound_layers
+from .cache_layers import StoredMixin
 from .decoder import decoder_attentions, key_value_heads, own_cache_class
 from .fingerprint import ModelReference
 from .image_tokens import reads_images, watch_image_tokens
@@ -83,6 +85,8 @@ class WSVDCache(Cache):
         super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
         if self.cache_config.by_class:
             watch_image_tokens(model)
+        if any(isinstance(layer, StoredMixin) and not isinstance(layer, LatentMixin) for layer in self.layers):
+            bind_packed(model)
         self._model = ModelReference(model)
         self.input_ids: Tensor | None = None
 
@@ -179,8 +183,6 @@ def stored_layers(
     Raises:
         ValueError: storage that a layer cannot have.
     """
-    from .attention import bound_layers
-
     latent = bound_layers(model)
     modules = {attention.layer: attention.module for attention in decoder_attentions(model)}
     layers, packed, untouched = [], [], []

@@ -116,6 +116,10 @@ class StoredMixin:
         """The same as `visible` after a call of `query_length` tokens, as it is kept. Only without `obstacle`."""
         return self.key_store.runs(), self.value_store.runs()
 
+    def visible_tokens(self, query_length: int) -> int:
+        """How many tokens `visible` gives after a call of `query_length` tokens."""
+        return len(self.key_store)
+
     def settle(self) -> None:
         """Drop what only the attention of the last call had to read."""
 
@@ -260,11 +264,15 @@ class GrowingSlidingWindowLayer(StoredMixin, DynamicSlidingWindowLayer):
 
     def runs(self, query_length: int) -> tuple[list[Run], list[Run]]:
         both = super().runs(query_length)
-        beyond = len(self.key_store) - (self.sliding_window - 1 + query_length)
-        if not self.record_past or beyond <= 0:
+        beyond = len(self.key_store) - self.visible_tokens(query_length)
+        if beyond == 0:
             return both
         keys, values = ([part for run in runs for part in run.without_first(beyond)] for runs in both)
         return keys, values
+
+    def visible_tokens(self, query_length: int) -> int:
+        tokens = super().visible_tokens(query_length)
+        return min(tokens, self.sliding_window - 1 + query_length) if self.record_past else tokens
 
     def settle(self) -> None:
         if not self.record_past:
@@ -331,6 +339,9 @@ class PackedStaticMixin(StoredMixin):
         # As many as the mask has columns; it hides those that hold no token yet.
         missing = self.mask_columns - key_states.shape[-2]
         return F.pad(key_states, (0, 0, 0, missing)), F.pad(value_states, (0, 0, 0, missing))
+
+    def visible_tokens(self, query_length: int) -> int:
+        return self.mask_columns
 
     def settle(self) -> None:
         for store in self.stores():

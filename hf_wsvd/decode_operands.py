@@ -12,9 +12,7 @@ from .kernels import DecodePart, KeyNormWeights, LatentHeads
 from .storage.runs import Run, paired
 
 
-DIFFERENT_ORDERS = (
-    "the batch has tokens of images in other places in every row, and keys and values keep them otherwise"
-)
+DIFFERENT_ORDERS = "rows of the batch have images in different places, and keys are kept in another order than values"
 EPSILON_NAMES = ("variance_epsilon", "eps", "epsilon")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention import bind, implementation_for, unbind
+from .attention import bind, bind_packed, implementation_for, unbind
 from .cache_hook import install_cache_hook, remove_cache_hook
 from .calibration import Statistics, collect_statistics, default_calibration, given_statistics, is_statistics
 from .calibration.batches import Batch
@@ -26,6 +26,7 @@ from .guarding import (
     refuse_statistics,
 )
 from .image_tokens import unwatch_image_tokens
+from .kernels.dispatch import kernels_can_run
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import CacheConfig, HeadGuardConfig, KeyLayout, WSVDConfig
@@ -253,6 +254,11 @@ def bind_all(
         install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
     if chosen:
         decoder_of(model).set_attn_implementation(implementation_for(model))
+    decoder = decoder_of(model)
+    if packed and hasattr(decoder, "_wsvd_cache") and kernels_can_run():
+        if decoder.config._attn_implementation in ("sdpa", "eager"):
+            decoder.set_attn_implementation(implementation_for(model))
+        bind_packed(model)
 
 
 def guard_compressed(

@@ -32,4 +32,4 @@ class CastCodec(Codec):
         return packed.payload.to(dtype)
 
     def stored(self, packed: Packed) -> StoredTokens:
-        return StoredTokens(packed.payload, None, self.width)
+        return StoredTokens(packed.payload, None, self.width, bits=8 * packed.payload.element_size())

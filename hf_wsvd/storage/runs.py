@@ -63,10 +63,11 @@ class Run(NamedTuple):
         if heads == self.heads:
             return self
         chosen = evenly(tuple(self.heads.index(head) for head in heads))
+        scales, head_scales = self.stored.scales, self.stored.head_scales
         stored = self.stored._replace(
             payload=self.stored.payload[:, chosen],
-            scales=None if self.stored.scales is None else self.stored.scales[:, chosen],
-            head_scales=None if self.stored.head_scales is None else self.stored.head_scales[chosen],
+            scales=None if scales is None else scales[:, chosen],
+            head_scales=None if head_scales is None else head_scales[chosen].contiguous(),
         )
         return self._replace(stored=stored, heads=heads)
 

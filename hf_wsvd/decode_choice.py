@@ -1,0 +1,109 @@
+"""Which kernel serves the decode steps of a model, layer by layer, and why: `kernels.explain(model, cache)`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from .cache import model_cache_config
+from .cache_layers import StoredMixin
+from .call import WSVD_FUNCTIONS, key_norm_module
+from .decode_operands import norm_obstacle
+from .decoder import DecoderAttention, decoder_attentions
+from .kernels import Choice, explain
+from .kernels.dispatch import DecodeStep, choose_for
+from .latent_layers import LatentMixin
+from .quantizer_config import WHOLE_LAYER, CacheConfig, LayerStorage
+from .storage import make_store
+
+
+def explain_model(model: PreTrainedModel, cache: Cache | None = None) -> str:
+    """One line a group of neighbouring decoder layers that are alike, for a step of one token.
+
+    Args:
+        cache: the one that the step would use, empty or not; None for one that the model makes by itself.
+
+    Raises:
+        ValueError: a cache of another kind, or of fewer layers than the model has.
+    """
+    attentions = decoder_attentions(model)
+    if cache is not None and (not isinstance(cache, Cache) or len(cache.layers) <= attentions[-1].layer):
+        raise ValueError(
+            f"kernels.explain: cache={type(cache).__name__} is not allowed; allowed: a cache of the model"
+        )
+    lines = []
+    choices = [(attention.layer, layer_choice(model, attention, cache)) for attention in attentions]
+    for choice, group in groupby(choices, key=lambda entry: entry[1]):
+        numbers = [number for number, _ in group]
+        named = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
+        lines.append(f"{named}: {choice.kernel} ({choice.reason})")
+    return "\n".join(lines)
+
+
+def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cache | None) -> Choice:
+    """The kernel of one layer's step of one token."""
+    module = attention.module
+    binding = getattr(module, "_wsvd", None)
+    latent = binding is not None and binding.layout is not None
+    storage = layer_storage(model, attention, cache, latent)
+    obstacle = None
+    if module.config._attn_implementation not in WSVD_FUNCTIONS:
+        obstacle = f"the attention function is {module.config._attn_implementation!r}"
+    elif storage is None:
+        obstacle = "the cache keeps its keys and values by itself"
+    elif not latent and storage.whole:
+        obstacle = "keys and values are neither latents nor packed"
+    elif binding is None or not binding.handles:
+        obstacle = f"no trial has shown that {type(module).__name__} can read packed keys and values"
+    if obstacle is None:
+        obstacle = storage_obstacle(storage, attention, latent)
+    norm = "none" if not latent else binding.layout.norm
+    if obstacle is None and norm != "none":
+        obstacle = norm_obstacle(norm, key_norm_module(module), binding)
+    step = DecodeStep(
+        device=module.k_proj.weight.device,
+        dtype=module.k_proj.weight.dtype,
+        query_tokens=1,
+        query_heads=attention.heads * getattr(module, "num_key_value_groups", 1),
+        heads=attention.heads,
+        head_dim=attention.head_dim,
+        rotated=latent and binding.layout.rotation != "none",
+        bias=latent and module.k_proj.bias is not None,
+        norm=norm != "none",
+        obstacle=obstacle,
+    )
+    return choose_for(step)
+
+
+def layer_storage(
+    model: PreTrainedModel, attention: DecoderAttention, cache: Cache | None, latent: bool
+) -> LayerStorage | None:
+    """How a layer's tokens are kept; None in a layer of a cache that is not ours and would not become so."""
+    if cache is None:
+        if latent:
+            return attention.module._wsvd.storage
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        return (model_cache_config(model) or CacheConfig()).storage(attention.layer, layers, False)
+    layer = cache.layers[attention.layer]
+    if isinstance(layer, LatentMixin | StoredMixin):
+        return getattr(layer, "storage", WHOLE_LAYER)
+    return None if layer.is_initialized else layer_storage(model, attention, None, latent)
+
+
+def storage_obstacle(storage: LayerStorage, attention: DecoderAttention, latent: bool) -> str | None:
+    """Why kernels cannot read a layer of this storage."""
+    for side in ("key", "value"):
+        projection: nn.Module = getattr(attention.module, f"{side[0]}_proj")
+        width = projection.width if latent else attention.head_dim
+        store = make_store(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
+        obstacle = store.obstacle()
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def register_explanation() -> None:
+    """Make `kernels.explain` know models."""
+    explain.register(PreTrainedModel, explain_model)
