@@ -26,13 +26,11 @@ def explain_model(model: PreTrainedModel, cache: Cache | None = None) -> str:
         cache: the one that the step would use, empty or not; None for one that the model makes by itself.
 
     Raises:
-        ValueError: a cache of another kind, or of fewer layers than the model has.
+        ValueError: a cache of another kind.
     """
     attentions = decoder_attentions(model)
-    if cache is not None and (not isinstance(cache, Cache) or len(cache.layers) <= attentions[-1].layer):
-        raise ValueError(
-            f"kernels.explain: cache={type(cache).__name__} is not allowed; allowed: a cache of the model"
-        )
+    if not isinstance(cache, Cache | None):
+        raise ValueError(f"kernels.explain: cache={type(cache).__name__} is not allowed; allowed: a Cache or None")
     lines = []
     choices = [(attention.layer, layer_choice(model, attention, cache)) for attention in attentions]
     for choice, group in groupby(choices, key=lambda entry: entry[1]):
@@ -81,7 +79,7 @@ def layer_storage(
     model: PreTrainedModel, attention: DecoderAttention, cache: Cache | None, latent: bool
 ) -> LayerStorage | None:
     """How a layer's tokens are kept; None in a layer of a cache that is not ours and would not become so."""
-    if cache is None:
+    if cache is None or len(cache.layers) <= attention.layer:
         if latent:
             return attention.module._wsvd.storage
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
