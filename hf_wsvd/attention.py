@@ -19,7 +19,7 @@ from .call import WSVD_FUNCTIONS, DenseCall, LatentCall, active_call, set_active
 from .compat import cache_of
 from .decode_operands import decode_parts, key_norm_weights
 from .decoder import decoder_attentions, decoder_of
-from .kernels import choose, latent_attention
+from .kernels import choose, fused_attention, latent_attention
 from .kernels.dispatch import device_obstacle, kernels_can_run
 from .latent_layers import LatentMixin
 from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
@@ -216,8 +216,6 @@ def fused(
     rotation = call.rotation()
     if choose(query, parts, rotation, norm=norm).kernel == "torch":
         return None
-    from .kernels.fused_attention import fused_attention
-
     if mask is not None:
         mask = mask[..., -query.shape[2] :, :]
     lengths = None

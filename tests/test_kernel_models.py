@@ -1,0 +1,311 @@
+"""Whole models decode through kernels from what their caches keep, and agree with the torch path.
+
+Kernels are stood in for by their definition here, with all checks of their arguments; what Triton makes of them is
+for tests/test_fused_attention.py, and a few models here that it interprets.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from kernel_cases import interpreting_process
+from kernel_models import Counted, both_ways, decode, interpreted
+from test_families import build as build_family
+from tiny_models import build, calibration_batches, prompt
+from tiny_vision_families import prompt as image_prompt
+from transformers import DynamicCache
+
+import hf_wsvd
+from hf_wsvd import WSVDCache, attention
+from hf_wsvd.compat import CACHE_ARGUMENT
+from hf_wsvd.kernels import dispatch, explain, use
+from hf_wsvd.kernels.decode_call import DecodeCall, layer_heads, sequence_tokens
+from hf_wsvd.kernels.decode_checks import check_call, check_parts, check_query
+from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
+from hf_wsvd.quantizer_config import GuardMap
+from hf_wsvd.storage import Store
+from hf_wsvd.storage.packed import PackedStore
+
+
+LAYERS = 3
+SCHEMES = {
+    "int8": {"bits": 8},
+    "int4-grouped": {"scheme": "minmax", "bits": 4, "group_size": 4},
+    "int2": {"scheme": "minmax", "bits": 2},
+    "symmetric": {"scheme": "minmax", "bits": 4, "symmetric": True},
+    "hadamard": {"scheme": "hadamard", "bits": 4},
+    "turboquant": {"scheme": "turboquant", "bits": 3},
+    "fp8": {"scheme": "fp8"},
+    "fp16": {"scheme": "fp16"},
+    "windows": {"scheme": "minmax", "bits": 4, "sink_length": 2, "residual_length": 4},
+    "other-values": {"key_bits": 8, "value_bits": 4},
+    "skipped-head": {"bits": 4, "skip_heads": {0: [0], 1: [1]}},
+}
+
+
+def checked_definition(query, parts, rotation, mask=None, *, scaling, **options):
+    """`fused_attention` by its definition: same checks, no launch."""
+    check_query(query)
+    check_parts(parts, query)
+    tokens = sequence_tokens(parts, rotation, mask, options.get("lengths"))
+    check_call(DecodeCall(query, layer_heads(parts), tokens, scaling, rotation, mask, **options))
+    return fused_attention_oracle(query, parts, rotation, mask, scaling=scaling, **options).to(query.dtype)
+
+
+@pytest.fixture
+def by_definition(monkeypatch):
+    """Kernels are chosen on the CPU, and stood in for."""
+    monkeypatch.setattr(dispatch, "INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(attention, "fused_attention", checked_definition)
+
+
+@pytest.fixture
+def own(dense, compressed):
+    """A model to change: `own("dense" or "latent", family)`; dense ones have their attention function set."""
+
+    def copy_of(kind, family):
+        if kind == "latent":
+            return copy.deepcopy(compressed(family))
+        model = copy.deepcopy(dense(family))
+        model.set_attn_implementation("wsvd")
+        return model
+
+    return copy_of
+
+
+def padded_prompt(family, batch=2, tokens=12):
+    inputs = prompt(family, batch, tokens)
+    inputs["attention_mask"][0, :3] = 0
+    return inputs
+
+
+def assert_served(difference, counted, steps=3, layers=LAYERS):
+    assert counted.calls == steps * layers
+    assert difference < 2e-5
+
+
+# What is read, and from where
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_read_as_it_is_kept(scheme, kind, own, by_definition, monkeypatch):
+    model, reads = own(kind, "llama"), []
+    unpack = PackedStore.read
+    monkeypatch.setattr(PackedStore, "read", lambda store: reads.append(store) or unpack(store))
+    difference, counted = both_ways(model, padded_prompt("llama"), SCHEMES[scheme])
+    assert_served(difference, counted)
+    torch_reads = len(reads)
+    decode(model, padded_prompt("llama"), WSVDCache(model, **SCHEMES[scheme]), (1, 3))
+    assert len(reads) == torch_reads
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("family", ["llama_mha", "qwen2", "qwen3", "mistral", "qwen2_vl"])
+def test_every_family_decodes_through_kernels(family, kind, own, by_definition):
+    assert_served(*both_ways(own(kind, family), padded_prompt(family), {"bits": 8}))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_mha", "qwen2", "qwen3", "mistral"])
+def test_latents_in_the_model_s_dtype_are_read_too(family, own, by_definition):
+    difference, counted = both_ways(own("latent", family), padded_prompt(family), {})
+    assert_served(difference, counted)
+    parts = counted.last[1]
+    assert [(part.key.code, part.key.bits) for part in parts] == [("float", 32)]
+
+
+OTHERS = {
+    "gemma2": {"query_pre_attn_scalar": 16, "sliding_window": 8},  # a softcap, every second layer sliding
+    "gemma3_text": {"query_pre_attn_scalar": 16, "sliding_window": 8},  # a norm of 1 + weight
+    "cohere": {},  # rotation of neighbours
+    "glm": {},  # of half the head
+    "hunyuan_v1_dense": {},  # a norm after the rotation
+    "opt": {"num_key_value_heads": 4, "head_dim": 12},  # no rotation, biases
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_norms_rotations_and_softcaps_of_other_families(model_type, by_definition):
+    model = build_family(model_type, OTHERS[model_type])
+    if model_type == "gemma2":
+        model.model.config.attn_logit_softcapping = 2.0
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 2.0
+    config = hf_wsvd.WSVDConfig(rank_ratio=0.5, self_check="none", refinement="none", rank_allocation="uniform")
+    model = hf_wsvd.compress(model, config, calibration=calibration_batches("llama"))
+    assert_served(*both_ways(model, padded_prompt("llama", tokens=14), {"bits": 8}))
+
+
+# Heads and tokens in several forms
+
+
+def guards(key=(), value=(), tokens="image"):
+    maps = {side: {layer: dict.fromkeys(heads, 16) for layer in range(LAYERS)} for side, heads in
+            (("key", key), ("value", value)) if heads}  # fmt: skip
+    return GuardMap(**maps, num_key_value_heads=[2] * LAYERS, tokens=tokens)
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("starts", [[2, 2], [3, 7]], ids=["rows-alike", "rows-differ"])
+@pytest.mark.parametrize("options", [{"text_bits": 8}, {"guard_map": guards((1,), (1,))}], ids=["text", "guards"])
+def test_tokens_of_images_in_another_form(options, starts, kind, own, by_definition):
+    inputs = image_prompt("llava", 2, 14, starts)
+    difference, counted = both_ways(own(kind, "llava"), inputs, {"scheme": "minmax", "bits": 2, **options})
+    assert_served(difference, counted)
+    placed = [part.places is not None for part in counted.last[1]]
+    assert any(placed)  # text is before and after the image
+    assert all(placed) is (starts == [3, 7])
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_guards_of_one_side_split_the_other_side_s_run(side, own, by_definition):
+    inputs, guard_map = image_prompt("llava", 2, 14), guards(**{side: (1,)})
+    difference, counted = both_ways(own("latent", "llava"), inputs, {"bits": 4, "guard_map": guard_map})
+    assert_served(difference, counted)
+    parts = counted.last[1]
+    assert sorted(part.heads or "all" for part in parts) == [(0,), (1,), "all", "all"] or len(parts) == 4
+    plain = {"key": "value", "value": "key"}[side]
+    storage = {getattr(part, plain).payload.untyped_storage().data_ptr() for part in parts}
+    assert len(storage) == 1  # views, no copies
+
+
+def test_guards_of_one_side_in_rows_that_differ_go_the_torch_way(own, by_definition):
+    inputs = image_prompt("llava", 2, 14, [3, 7])
+    difference, counted = both_ways(own("latent", "llava"), inputs, {"bits": 4, "guard_map": guards(key=(1,))})
+    assert (counted.calls, difference) == (0, 0)
+
+
+def test_heads_of_full_rank_beside_narrow_ones(by_definition, statistics):
+    config = hf_wsvd.WSVDConfig(
+        rank_ratio=0.5,
+        refinement="none",
+        self_check="none",
+        cache={"scheme": "minmax", "bits": 4},
+        head_guard=hf_wsvd.HeadGuardConfig(guard_map=guards((1,), (0,), tokens="all"), rank="full"),
+    )
+    model = hf_wsvd.compress(build("llama"), config, statistics=statistics("llama"))
+    difference, counted = both_ways(model, padded_prompt("llama"), {})
+    assert_served(difference, counted)
+    widths = {(part.heads, part.key.width, part.value.width) for part in counted.last[1]}
+    assert widths == {((0,), 8, 16), ((1,), 16, 8)}
+
+
+# Caches of other kinds
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_static_caches(family, kind, own, by_definition):
+    assert_served(*both_ways(own(kind, family), padded_prompt(family), {"bits": 4, "max_cache_len": 32}))
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_static_caches_of_images(kind, own, by_definition):
+    inputs = image_prompt("llava", 2, 14, [3, 7])
+    assert_served(*both_ways(own(kind, "llava"), inputs, {"bits": 4, "text_bits": 8, "max_cache_len": 32}))
+
+
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_assisted_decoding_over_a_sliding_window(kind, own, by_definition):
+    """Recorded tokens before the window are kept but not seen."""
+    model, inputs = own(kind, "mistral"), prompt("mistral", 1, 14)
+    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    caches = [WSVDCache(model, bits=8) for _ in range(2)]
+    with use("torch"):
+        wanted = model.generate(**inputs, **options, **{CACHE_ARGUMENT: caches[0]})
+    attention.fused_attention = counted = Counted(checked_definition)
+    assert torch.equal(model.generate(**inputs, **options, **{CACHE_ARGUMENT: caches[1]}), wanted)
+    assert counted.calls
+    for ours, theirs in zip(caches[1].layers, caches[0].layers):
+        torch.testing.assert_close(ours.keys, theirs.keys)
+
+
+def test_a_window_is_trimmed_after_the_step_that_reads_it(own, by_definition):
+    model = own("latent", "mistral")
+    cache = WSVDCache(model, bits=8)
+    decode(model, prompt("mistral", 1, 14), cache, (1, 1))
+    assert [len(layer.key_store) for layer in cache.layers] == [7] * LAYERS
+
+
+def test_a_model_s_own_packed_caches_are_read(by_definition):
+    config = hf_wsvd.WSVDConfig(rank_ratio=None, cache={"bits": 8})
+    model = hf_wsvd.compress(build("llama"), config)
+    attention.fused_attention = counted = Counted(checked_definition)
+    model.generate(**prompt("llama"), max_new_tokens=4, do_sample=False)
+    assert counted.calls == 3 * LAYERS
+
+
+# What goes the torch way
+
+
+def test_an_attention_that_uses_cached_values_beside_it_reads_unpacked_ones(by_definition):
+    """Doge computes a mask from them: a trial tells."""
+    model = build_family("doge", {})
+    model.set_attn_implementation("wsvd")
+    difference, counted = both_ways(model, prompt("llama"), {"bits": 8})
+    assert (counted.calls, difference) == (0, 0)
+    assert "no trial has shown" in explain(model, WSVDCache(model, bits=8))
+
+
+def test_gradients_dropout_and_weights_go_the_torch_way(own, by_definition):
+    model = own("latent", "llama")
+    attention.fused_attention = counted = Counted(checked_definition)
+    cache = DynamicCache(config=model.config)
+    inputs = prompt("llama")
+    model(**inputs, use_cache=True, **{CACHE_ARGUMENT: cache})
+    out = model(input_ids=inputs["input_ids"][:, :1], use_cache=True, **{CACHE_ARGUMENT: cache})
+    assert out.logits.requires_grad
+    assert counted.calls == 0
+    with torch.no_grad():
+        model(input_ids=inputs["input_ids"][:, :1], use_cache=True, **{CACHE_ARGUMENT: cache})
+    assert counted.calls == LAYERS
+
+
+def test_a_storage_that_kernels_do_not_know_is_read_unpacked(own, by_definition):
+    difference, counted = both_ways(own("latent", "llama"), prompt("llama"), {"scheme": "kivi", "bits": 4})
+    assert (counted.calls, difference) == (0, 0)
+
+
+def test_every_store_gives_what_it_reads_or_says_why_not():
+    kinds = [Store]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    concrete = [kind for kind in kinds if not kind.__abstractmethods__]
+    assert all("runs" in vars(kind) or "obstacle" in vars(kind) for kind in concrete)
+
+
+# What Triton makes of it
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    with interpreting_process() as run:
+        yield run
+
+
+INTERPRETED = [
+    ("latent", "qwen3", {"scheme": "hadamard", "bits": 4}),
+    ("dense", "mistral", {"bits": 8}),
+    *[
+        pytest.param(kind, family, options, marks=pytest.mark.slow)
+        for kind in ("latent", "dense")
+        for family in ("llama", "llama_mha", "qwen2", "qwen3", "llava")
+        for options in ({"bits": 8}, {"scheme": "turboquant", "bits": 3}, {"scheme": "fp8"})
+    ],
+    *[
+        pytest.param(kind, "llava", {"bits": 2, **options}, marks=pytest.mark.slow)
+        for kind in ("latent", "dense")
+        for options in ({"text_bits": 8}, {"guard_map": guards((1,), (1,))}, {"max_cache_len": 24})
+    ],
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "options"), INTERPRETED)
+def test_interpreted_kernels_decode_as_the_torch_path_does(kind, family, options, interpreter):
+    difference, calls = interpreter(interpreted, kind, family, options)
+    assert calls == 2 * LAYERS
+    assert difference < 5e-5
