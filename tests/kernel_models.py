@@ -50,7 +50,8 @@ def decode(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, counts
     for count in counts:
         tokens = torch.randint(3, 120, (batch, count), generator=generator)
         mask = torch.cat([mask, mask.new_ones(batch, count)], dim=1)
-        out = model(input_ids=tokens, attention_mask=mask, use_cache=True, **{CACHE_ARGUMENT: cache})
+        padding = {} if mask.all() else {"attention_mask": mask}
+        out = model(input_ids=tokens, **padding, use_cache=True, **{CACHE_ARGUMENT: cache})
         found.append(out.logits)
     return torch.cat(found, dim=1)
 
@@ -59,8 +60,9 @@ def both_ways(
     model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], counts: tuple[int, ...] = (1, 3, 1)
 ) -> tuple[float, Counted]:
     """Relative difference of the logits by kernels and by the torch path, and the calls of the former."""
+    twin = copy.deepcopy(model)
     with use("torch"):
-        wanted = decode(copy.deepcopy(model), inputs, WSVDCache(model, **options), counts)
+        wanted = decode(twin, inputs, WSVDCache(twin, **options), counts)
     kernel = attention.fused_attention
     attention.fused_attention = counted = Counted(kernel)
     try:
