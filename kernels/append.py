@@ -14,7 +14,7 @@ from .triton_support import check_device, launch_device
 
 
 # Rows of a tile of projected tokens, the least that tensor cores take, and input features a step.
-PROJECT_ROWS, PROJECT_STEP = 16, 128
+PROJECT_ROWS, PROJECT_STEP = 16, 64
 
 
 def append_tokens(tokens: Sequence[Tensor], encodings: Sequence[Encoding], slots: Sequence[Slots]) -> None:
@@ -157,7 +157,7 @@ def _tile_arguments(
     lowest, highest, step, offset = level_range(code, bits) if code in ("symmetric", "asymmetric") else (0, 0, 1, 0)
     block = 0 if rotation is None else rotation.shape[0]
     columns = planes * _next_power(in_plane)
-    tokens = min(_next_power(count), max(1, (512 if block else 2048) // columns))
+    tokens = min(_next_power(count), max(1, (512 if block else 1024) // columns))
     return {
         "TOKENS": tokens,
         "CODE": code,
@@ -290,7 +290,7 @@ def _project_op(
             *_strides(scales, 3),
             ROWS=PROJECT_ROWS,
             WIDTH_PADDED=max(16, _next_power(width)),
-            IN_STEP=PROJECT_STEP,
+            IN_STEP=PROJECT_STEP * (2 if width <= 64 else 1),
             num_stages=3,
             **{**arguments, "num_warps": 4},
         )

@@ -186,21 +186,21 @@ def project_append_kernel(
     if head_scales is not None:
         head_scale = tl.load(head_scales + head)
     for begin in range(first, tl.minimum(first + ROWS, rows), TOKENS):
-        row = begin + tl.arange(0, TOKENS)
-        batch, n = (row // count).to(tl.int64), (row % count).to(tl.int64)
-        slot = n + position
+        coded = begin + tl.arange(0, TOKENS)
+        coded_batch, coded_n = (coded // count).to(tl.int64), (coded % count).to(tl.int64)
+        slot = coded_n + position
         if start is not None:
             slot += tl.load(start)
         encode_tile(
             latents,
-            batch * latent_stride_b + head * latent_stride_h + n * WIDTH,
-            row < rows,
+            coded_batch * latent_stride_b + head * latent_stride_h + coded_n * WIDTH,
+            coded < rows,
             1,
             payload,
-            batch * payload_stride_b + head * payload_stride_h + slot * payload_stride_n,
+            coded_batch * payload_stride_b + head * payload_stride_h + slot * payload_stride_n,
             scales,
-            batch * scales_stride_b + head * scales_stride_h + slot * scales_stride_n,
-            (row < rows) & (slot >= 0) & (slot < capacity),
+            coded_batch * scales_stride_b + head * scales_stride_h + slot * scales_stride_n,
+            (coded < rows) & (slot >= 0) & (slot < capacity),
             head_scale,
             rotation,
             midpoints,

@@ -13,7 +13,6 @@ TOKEN_UNIT = tl.constexpr(2.0**-20)
 ROTATION_UNIT = tl.constexpr(2.0**-24)
 LARGEST_OF_GROUP = tl.constexpr(65440.0)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the smallest normal fp32
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -81,19 +80,19 @@ def rotate_tile(
         bad = tl.where(inside[None, :], block_bad[:, None], bad)
         for begin in range(0, BLOCK, STEP):
             k = begin + steps
-            x = tl.load(
+            part = tl.load(
                 tokens + row[:, None] + (first + k)[None, :] * stride,
                 mask=row_mask[:, None] & (k < BLOCK)[None, :],
                 other=0.0,
             ).to(tl.float32)
-            integers = integers_of(x, unit[:, None])
+            integers = integers_of(part, unit[:, None])
             squares += tl.sum(integers * integers, axis=1)
-            part = tl.load(
+            turns = tl.load(
                 rotation + k[:, None] * BLOCK + (channel - first)[None, :],
                 mask=(k < BLOCK)[:, None] & inside[None, :],
                 other=0,
             ).to(tl.int64)
-            rotated += tl.sum(integers[:, :, None] * part[None, :, :], axis=1)
+            rotated += tl.sum(integers[:, :, None] * turns[None, :, :], axis=1)
     return rotated, units, bad > 0, squares
 
 
@@ -135,11 +134,11 @@ def code_groups(
             scale = tl.div_rn(reach, tl.full(reach.shape, HIGHEST, tl.float32)).to(tl.float16)
             zero = low.to(tl.float16)
             zero_of = tl.where(inside, zero.to(tl.float32)[:, None], zero_of)
-            zero = tl.where(group_bad, tl.full(zero.shape, NAN, tl.float16), zero)
+            zero = tl.where(group_bad, tl.full(zero.shape, float("nan"), tl.float16), zero)
             tl.store(scales + scale_row + GROUPS + group, zero, mask=scale_mask)
         scale_of = tl.where(inside, tl.maximum(scale.to(tl.float32), TINY)[:, None], scale_of)
         bad_of = tl.where(inside, group_bad.to(tl.int32)[:, None], bad_of)
-        scale = tl.where(group_bad, tl.full(scale.shape, NAN, tl.float16), scale)
+        scale = tl.where(group_bad, tl.full(scale.shape, float("nan"), tl.float16), scale)
         tl.store(scales + scale_row + group, scale, mask=scale_mask)
     levels = tl.div_rn(finite - zero_of, scale_of)
     codes = (levels + OFFSET) * (1.0 / CODE_STEP)
@@ -190,7 +189,9 @@ def code_directions(
     token_bad = tl.max(bad.to(tl.int32), axis=1) > 0
     token_unit = tl.max(tl.where(valid[None, :], unit, 0.0), axis=1)
     scale = tl.minimum(norm / length * token_unit.to(tl.float64), 65504.0).to(tl.float32).to(tl.float16)
-    tl.store(scales + scale_row, tl.where(token_bad, tl.full(scale.shape, NAN, tl.float16), scale), mask=scale_mask)
+    tl.store(
+        scales + scale_row, tl.where(token_bad, tl.full(scale.shape, float("nan"), tl.float16), scale), mask=scale_mask
+    )
     return codes
 
 
