@@ -142,7 +142,7 @@ def _dequantize_op(
     block = 0 if rotation is None else rotation.shape[0]
     columns = max(16 if block else 1, _next_power(block or width))
     # Tensor cores take 16 rows at least.
-    tokens = max(16, min(64, 8192 // columns)) if block else max(1, min(_next_power(count), 4096 // columns))
+    tokens = max(16, min(64, 8192 // columns)) if block else max(1, min(_next_power(count), 2048 // columns))
     with launch_device(payload.device):
         dequantize_kernel[(-(-count // tokens) * (width // block if block else 1), heads, batch)](
             payload,
