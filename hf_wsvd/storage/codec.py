@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.stored_tokens import StoredTokens
 
 
@@ -56,6 +57,14 @@ class Codec(ABC):
 
     def stored(self, packed: Packed) -> StoredTokens | None:
         """The same tokens as kernels take them, views; None for a scheme that kernels do not know."""
+        return None
+
+    def encoding(self) -> Encoding | None:
+        """What `encode` does, as kernels take it; None for a scheme that kernels do not know, and before `to`."""
+        return None
+
+    def observe(self, tokens: Tensor) -> None:
+        """Set the state that `encode` of these tokens needs, as it would itself."""
         return None
 
     def rotation(self) -> Tensor | None:

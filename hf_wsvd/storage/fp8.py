@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
 
@@ -29,14 +30,18 @@ class Fp8Codec(Codec):
 
     def encode(self, tokens: Tensor) -> Packed:
         tokens = tokens.float()
-        if "scale" not in self.state and tokens.numel():
-            finite = torch.where(tokens.isfinite(), tokens, 0).abs()
-            scale = finite.amax(dim=(0, 2, 3), keepdim=True) / (LARGEST / 2)
-            self.state["scale"] = torch.where(scale > 0, scale, 1)
+        self.observe(tokens)
         scale = self.state.get("scale", 1)
         # Without the clamp, the cast gives NaN beyond the range on some devices and 448 on others.
         payload = (tokens / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
         return Packed(payload, tokens.new_empty((*tokens.shape[:-1], 0), dtype=torch.float16))
+
+    def observe(self, tokens: Tensor) -> None:
+        if "scale" not in self.state and tokens.numel():
+            tokens = tokens.float()
+            finite = torch.where(tokens.isfinite(), tokens, 0).abs()
+            scale = finite.amax(dim=(0, 2, 3), keepdim=True) / (LARGEST / 2)
+            self.state["scale"] = torch.where(scale > 0, scale, 1)
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         scale = self.state.get("scale")
@@ -45,6 +50,11 @@ class Fp8Codec(Codec):
         return (values if scale is None else values.mul_(scale.to(values.dtype))).to(dtype)
 
     def stored(self, packed: Packed) -> StoredTokens:
+        return StoredTokens(packed.payload, None, self.width, "fp8", 8, self._head_scales())
+
+    def encoding(self) -> Encoding:
+        return Encoding("fp8", 8, self.width, head_scales=self._head_scales())
+
+    def _head_scales(self) -> Tensor | None:
         scale = self.state.get("scale")
-        head_scales = None if scale is None else scale.flatten()
-        return StoredTokens(packed.payload, None, self.width, "fp8", 8, head_scales)
+        return None if scale is None else scale.flatten()

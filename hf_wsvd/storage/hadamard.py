@@ -7,7 +7,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.stored_tokens import StoredTokens
+from ..kernels.triton_support import runs_on
 from ..rotations import spreading_rotation
 from .codec import Codec, Packed
 from .minmax import MinMaxCodec
@@ -26,12 +28,17 @@ def block_size(width: int) -> int:
 
 @lru_cache(maxsize=64)
 def rotation_constants(size: int, device: torch.device) -> dict[str, Tensor]:
-    """`rotation [size, size]` fp32 (`x @ rotation` rotates), and `integers`: the same in units of 2^-24, fp64."""
+    """`rotation [size, size]` fp32 (`x @ rotation` rotates), and `integers`: the same in units of 2^-24, fp64.
+
+    Where kernels run also `steps`: the integers, as int32.
+    """
     exact = spreading_rotation(size)
     wide = torch.float32 if device.type == "mps" else torch.float64  # which has no fp64
+    integers = (exact / ROTATION_UNIT).round()
     return {
         "rotation": exact.to(device, torch.float32),
-        "integers": (exact / ROTATION_UNIT).round().to(device, wide),
+        "integers": integers.to(device, wide),
+        **({"steps": integers.to(device, torch.int32)} if runs_on(device) else {}),
     }
 
 
@@ -88,6 +95,10 @@ class HadamardCodec(Codec):
 
     def stored(self, packed: Packed) -> StoredTokens:
         return self.minmax.stored(packed)
+
+    def encoding(self) -> Encoding | None:
+        steps = self.constants.get("steps")
+        return None if steps is None else self.minmax.encoding()._replace(rotation=steps)
 
     def rotation(self) -> Tensor | None:
         return whole_rotation(self.width, self.constants["rotation"].device) if self.constants else None

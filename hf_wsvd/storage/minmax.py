@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.packing import pack, padded_width, unpack_into
 from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
@@ -12,6 +13,11 @@ from .codec import Codec, Packed
 
 # Scales are fp16, and so may be what is read: this leaves room for the rounding of a scale.
 LARGEST = 65440.0
+
+
+def divided(numbers: Tensor, divisor: int) -> Tensor:
+    """Their quotient, rounded once. Given a Python number, CUDA multiplies by its rounded inverse instead."""
+    return numbers / torch.full_like(numbers, divisor)
 
 
 class MinMaxCodec(Codec):
@@ -48,6 +54,7 @@ class MinMaxCodec(Codec):
             )
         self.bits = bits
         self.symmetric = symmetric
+        self.code = "symmetric" if symmetric else "asymmetric"
         self.group_shape = (width // (group_size or width), group_size or width)
         # Symmetric: level = step * code - offset, for codes of lowest to highest.
         self.lowest, self.highest, self.step, self.offset = 0, 2**bits - 1, 1, 0
@@ -67,10 +74,10 @@ class MinMaxCodec(Codec):
         bad = (high - low) * 0  # NaN where the group has a non-finite number, else 0
         low, high = low.clamp(-LARGEST, LARGEST), high.clamp(-LARGEST, LARGEST)
         if self.symmetric:
-            scale = (torch.maximum(high, -low) / self.largest_level + bad).half()
+            scale = (divided(torch.maximum(high, -low), self.largest_level) + bad).half()
             scales, levels = scale, groups
         else:
-            scale, zero = ((high - low) / self.highest + bad).half(), (low + bad).half()
+            scale, zero = (divided(high - low, self.highest) + bad).half(), (low + bad).half()
             scales, levels = torch.cat([scale, zero], dim=-2), groups - zero.float()
         # A scale of 0 reads as 0 times any code.
         codes = levels / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
@@ -111,5 +118,7 @@ class MinMaxCodec(Codec):
             out.copy_(values[..., : self.width])
 
     def stored(self, packed: Packed) -> StoredTokens:
-        code = "symmetric" if self.symmetric else "asymmetric"
-        return StoredTokens(packed.payload, packed.scales, self.width, code, self.bits)
+        return StoredTokens(packed.payload, packed.scales, self.width, self.code, self.bits)
+
+    def encoding(self) -> Encoding:
+        return Encoding(self.code, self.bits, self.width, self.group_shape[0])

@@ -9,9 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.append import Slots, append_tokens
+from . import kernel_path
 from .codec import Codec, Packed, codec_obstacle
 from .modes import unaffected
 from .runs import Run
+from .static import StaticStore
 from .store import BufferStore, Piece, Store, check_names
 
 
@@ -37,10 +40,30 @@ class PackedStore(BufferStore):
 
     @unaffected
     def append(self, tokens: Tensor) -> None:
-        self._prepare(tokens.device)
-        self._keep(self.codec.encode(tokens), tokens.dtype)
+        self.prepare(tokens.device)
+        if self.has_slots(tokens):
+            append_tokens([tokens], [self.codec.encoding()], [self.slots(tokens)])
+            self.appended(tokens)
+        else:
+            self._keep(kernel_path.encode(self.codec, tokens), tokens.dtype)
 
-    def _prepare(self, device: torch.device) -> None:
+    def has_slots(self, tokens: Tensor) -> bool:
+        """Whether a kernel can write these tokens where they belong, after others."""
+        return len(self) > 0 and kernel_path.has_kernels(self.codec, tokens.device, tokens.dtype)
+
+    def slots(self, tokens: Tensor) -> Slots:
+        """Room for these tokens, counted as held; whoever asks for it writes them."""
+        self.codec.observe(tokens)
+        (position,) = {buffer.reserve(tokens.shape[2]) for buffer in self.buffers.values()}
+        scales = self.buffers.get("scales")
+        return Slots(self.buffers["payload"].data, None if scales is None else scales.data, position)
+
+    def appended(self, tokens: Tensor) -> None:
+        """Take note that a kernel wrote these tokens."""
+        self.dtype = tokens.dtype
+
+    def prepare(self, device: torch.device) -> None:
+        """Bring an empty store's codec to the device of its first tokens."""
         if not self.buffers:
             self.codec.to(device)
 
@@ -52,11 +75,11 @@ class PackedStore(BufferStore):
 
     @unaffected
     def read(self) -> Tensor:
-        return self.codec.decode(self._packed(), self.dtype)
+        return kernel_path.decode(self.codec, self._packed(), self.dtype)
 
     @unaffected
     def read_into(self, out: Tensor) -> None:
-        self.codec.decode_into(self._packed(), out)
+        kernel_path.decode_into(self.codec, self._packed(), out)
 
     def _packed(self) -> Packed:
         payload = self.buffers["payload"].view
@@ -113,18 +136,26 @@ class PackedStore(BufferStore):
 
 @unaffected
 def append_both(key_store: Store, value_store: Store, keys: Tensor, values: Tensor) -> None:
-    """Append to both stores of a layer, whose specs are equal: with one encoding where that gives the same.
+    """Append to both stores of a layer, whose specs are equal: with one launch or encoding where that gives the same.
 
     For one token a step, the time goes into starting operations; this takes half as many.
     """
+    stores, both = (key_store, value_store), (keys, values)
+    if all(isinstance(store, PackedStore | StaticStore) for store in stores):
+        for store, tokens in zip(stores, both):
+            store.prepare(tokens.device)
+        if all(store.has_slots(tokens) for store, tokens in zip(stores, both)):
+            slots = [store.slots(tokens) for store, tokens in zip(stores, both)]
+            append_tokens(both, [store.codec.encoding() for store in stores], slots)
+            for store, tokens in zip(stores, both):
+                store.appended(tokens)
+            return
     packed = isinstance(key_store, PackedStore) and isinstance(value_store, PackedStore)
     few = keys.shape == values.shape and keys.dtype == values.dtype and keys.shape[2] <= FEW_TOKENS
     if not (packed and few) or key_store.codec.stateful:
         key_store.append(keys)
         value_store.append(values)
         return
-    key_store._prepare(keys.device)
-    value_store._prepare(keys.device)
-    both = key_store.codec.encode(torch.cat([keys, values], dim=1))
-    for number, store in enumerate((key_store, value_store)):
-        store._keep(Packed(*(part.chunk(2, dim=1)[number] for part in both)), keys.dtype)
+    encoded = kernel_path.encode(key_store.codec, torch.cat(both, dim=1))
+    for number, store in enumerate(stores):
+        store._keep(Packed(*(part.chunk(2, dim=1)[number] for part in encoded)), keys.dtype)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer
 
+from ..kernels.append import Slots, append_tokens
+from . import kernel_path
 from .codec import Codec, Packed, codec_obstacle
 from .composite import CompositeStore
 from .modes import unaffected
@@ -43,17 +45,46 @@ class StaticStore(Store):
 
     @unaffected
     def append(self, tokens: Tensor) -> None:
-        if not self.layer.is_initialized:
-            self.codec.to(tokens.device)
-        payload, scales = self.codec.encode(tokens)
+        self.prepare(tokens.device)
+        if self.has_slots(tokens):
+            append_tokens([tokens], [self.codec.encoding()], [self.slots(tokens)])
+            self.appended(tokens)
+            return
+        payload, scales = kernel_path.encode(self.codec, tokens)
         # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
         scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
         self.visible = self.layer.update(payload, scales)
 
+    def prepare(self, device: torch.device) -> None:
+        """Bring an empty store's codec to the device of its first tokens."""
+        if not self.layer.is_initialized:
+            self.codec.to(device)
+
+    def has_slots(self, tokens: Tensor) -> bool:
+        """Whether a kernel can write these tokens where they belong: in a window, the layer moves others for them."""
+        grows = type(self.layer).update is StaticLayer.update
+        return grows and kernel_path.has_kernels(self.codec, tokens.device, tokens.dtype)
+
+    def slots(self, tokens: Tensor) -> Slots:
+        """Where these tokens go; whoever asks writes them, then calls `appended`."""
+        self.codec.observe(tokens)
+        if not self.layer.is_initialized:
+            encoding = self.codec.encoding()
+            sizes = (encoding.payload_width, 2 * encoding.scales_width)
+            none = tokens[:, :, :0, :1].to(torch.uint8)
+            self.layer.lazy_initialization(*(none.expand(-1, -1, -1, size) for size in sizes))
+        scales = as_scales(self.layer.values) if self.layer.values.shape[-1] else None
+        return Slots(self.layer.keys, scales, start=self.layer.cumulative_length)
+
+    def appended(self, tokens: Tensor) -> None:
+        """Take note that a kernel wrote these tokens."""
+        self.layer.cumulative_length.add_(tokens.shape[2])
+        self.visible = (self.layer.keys, self.layer.values)
+
     @unaffected
     def read(self) -> Tensor:
         payload, scales = self.visible or (self.layer.keys, self.layer.values)
-        return self.codec.decode(Packed(payload, as_scales(scales)), self.dtype)
+        return kernel_path.decode(self.codec, Packed(payload, as_scales(scales)), self.dtype)
 
     def obstacle(self) -> str | None:
         return codec_obstacle(self.codec)

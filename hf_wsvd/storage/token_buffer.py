@@ -47,12 +47,17 @@ class TokenBuffer:
             self.data = torch.cat([self.view, tokens], dim=-2)
             self.start, self.end = 0, self.data.shape[-2]
             return self.view
-        frozen = self.data.is_inference() and not torch.is_inference_mode_enabled()
-        if self.end + tokens.shape[-2] > self.data.shape[-2] or frozen:
-            self._move(len(self) + tokens.shape[-2])
-        self.data[..., self.end : self.end + tokens.shape[-2], :] = tokens
-        self.end += tokens.shape[-2]
+        start = self.reserve(tokens.shape[-2])
+        self.data[..., start : self.end, :] = tokens
         return self.view
+
+    def reserve(self, count: int) -> int:
+        """Count `count` more tokens in, beside some; returns where in `data` the caller is to write them."""
+        frozen = self.data.is_inference() and not torch.is_inference_mode_enabled()
+        if self.end + count > self.data.shape[-2] or frozen:
+            self._move(len(self) + count)
+        self.end += count
+        return self.end - count
 
     def _move(self, tokens: int) -> None:
         """Move the tokens in use to the front of a tensor with room for `tokens` and some more."""

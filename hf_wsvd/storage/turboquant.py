@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..kernels.encoding import Encoding
 from ..kernels.packing import nibbles, pack, padded_width
 from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
@@ -110,6 +111,12 @@ class TurboQuantCodec(Codec):
     def stored(self, packed: Packed) -> StoredTokens:
         levels = self.constants["centroids"]
         return StoredTokens(packed.payload, packed.scales, self.width, "codebook", self.bits, levels=levels)
+
+    def encoding(self) -> Encoding | None:
+        if "steps" not in self.constants:
+            return None
+        rotation, midpoints, squares = (self.constants[name] for name in ("steps", "midpoints", "squares"))
+        return Encoding("codebook", self.bits, self.width, 1, None, rotation, midpoints, squares)
 
     def rotation(self) -> Tensor | None:
         return self.constants.get("rotation")

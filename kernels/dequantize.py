@@ -1,0 +1,176 @@
+"""Packed tokens back in floating point, in one launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .append_checks import FLOATS
+from .encoding import level_range
+from .packing import packed_width, padded_width, unpack
+from .stored_tokens import StoredTokens
+from .triton_support import check_device, launch_device
+
+
+def dequantize(
+    stored: StoredTokens, dtype: torch.dtype | None = None, rotation: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The tokens `[B, H, S, width]` as they read, computed in fp32 and rounded once.
+
+    Args:
+        stored: with any code.
+        dtype: bf16, fp16 or fp32; that of `out` where one is given.
+        rotation: fp32 `[block, block]`; every block of channels is turned back by its transpose.
+        out: to write into, any strides with the last axis contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or strides that do not fit.
+    """
+    check_stored(stored)
+    if out is None:
+        out = stored.payload.new_empty((*stored.payload.shape[:-1], stored.width), dtype=dtype or torch.float32)
+    shape = (*stored.payload.shape[:-1], stored.width)
+    fits = tuple(out.shape) == shape and out.dtype in FLOATS and out.device == stored.payload.device
+    if not fits or dtype not in (None, out.dtype) or (out.numel() and out.stride(-1) != 1):
+        raise ValueError(
+            f"out is {list(out.shape)} {out.dtype} on {out.device}, dtype {dtype}; allowed: {list(shape)}, one of "
+            f"{FLOATS}, on {stored.payload.device}, the last axis contiguous"
+        )
+    if rotation is not None:
+        block = rotation.shape[0] if rotation.ndim else 0
+        fits = block and tuple(rotation.shape) == (block, block) and stored.width % block == 0
+        if not fits or rotation.dtype != torch.float32 or not rotation.is_contiguous():
+            raise ValueError(
+                f"rotation is {list(rotation.shape)} {rotation.dtype}; allowed: [block, block] torch.float32, "
+                f"contiguous, block a divisor of the width, {stored.width}"
+            )
+    if out.numel():
+        payload, scales, width, code, bits, head_scales, levels = stored
+        torch.ops.hf_wsvd.dequantize(payload, scales, head_scales, levels, rotation, out, width, code, bits)
+    return out
+
+
+def dequantize_oracle(
+    stored: StoredTokens, dtype: torch.dtype = torch.float32, rotation: Tensor | None = None
+) -> Tensor:
+    """The same in plain torch; turned back in fp64."""
+    payload, width, bits = stored.payload, stored.width, stored.bits
+    if stored.code == "float":
+        numbers = payload.float()
+    elif stored.code == "fp8":
+        numbers = payload.view(torch.float8_e4m3fn).float()
+        numbers = numbers if stored.head_scales is None else numbers * stored.head_scales.view(-1, 1, 1)
+    else:
+        codes = unpack(payload, width, bits)
+        scale, zero = stored.scales.float().repeat_interleave(width // stored.groups, dim=-1), 0
+        if stored.code == "codebook":
+            levels = stored.levels[codes.long()]
+        elif stored.code == "asymmetric":
+            levels = codes.float()
+            scale, zero = scale.chunk(2, dim=-1)
+        else:
+            _, _, step, offset = level_range("symmetric", bits)
+            levels = (codes.view(torch.int8) if bits == 8 else codes).float() * step - offset
+        numbers = levels * scale + zero
+    if rotation is not None:
+        blocks = numbers.double().unflatten(-1, (-1, len(rotation)))
+        numbers = (blocks @ rotation.double().T).flatten(-2)
+    return numbers.to(dtype)
+
+
+def check_stored(stored: StoredTokens) -> None:
+    """ValueError for tokens whose tensors do not fit their code."""
+    payload, scales = stored.payload, stored.scales
+    allowed = {"float": (16, 32), "fp8": (8,), "symmetric": (8, 4, 3, 2), "asymmetric": (8, 4, 3, 2)}
+    allowed["codebook"] = (4, 3, 2)
+    if stored.bits not in allowed.get(stored.code, ()):
+        raise ValueError(f"stored: code={stored.code!r} with bits={stored.bits} is not allowed; allowed: {allowed}")
+    size = stored.width if stored.code == "float" else packed_width(stored.width, stored.bits)
+    dtypes = FLOATS if stored.code == "float" else (torch.uint8,)
+    fits = payload.ndim == 4 and payload.shape[3] == size and payload.dtype in dtypes
+    if not fits or (payload.numel() and payload.stride(-1) != 1):
+        raise ValueError(
+            f"stored: payload is {list(payload.shape)} {payload.dtype}; allowed: [B, H, S, {size}] of one of "
+            f"{dtypes}, the last axis contiguous"
+        )
+    check_device("stored: payload", payload)
+    if stored.code not in ("float", "fp8"):
+        fits = scales is not None and scales.shape[:-1] == payload.shape[:-1] and scales.dtype == torch.float16
+        if fits:
+            fits = stored.groups > 0 and stored.width % stored.groups == 0 and scales.stride(-1) == 1
+        if not fits or (stored.code == "codebook" and stored.groups != 1):
+            found = "None" if scales is None else f"{list(scales.shape)} {scales.dtype}"
+            raise ValueError(
+                f"stored: scales are {found}; allowed: {[*payload.shape[:-1]]} and a divisor of {stored.width} (twice "
+                "that for 'asymmetric', 1 for 'codebook'), torch.float16, the last axis contiguous"
+            )
+    for name, wanted in (("head_scales", payload.shape[1]), ("levels", 2**stored.bits)):
+        tensor = getattr(stored, name)
+        if tensor is None and (name, stored.code) != ("levels", "codebook"):
+            continue
+        if (
+            tensor is None
+            or tuple(tensor.shape) != (wanted,)
+            or tensor.dtype != torch.float32
+            or tensor.stride(0) != 1
+        ):
+            found = "None" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"stored: {name} is {found}; allowed: [{wanted}] torch.float32, contiguous")
+
+
+def _next_power(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()
+
+
+@torch.library.custom_op("hf_wsvd::dequantize", mutates_args=("out",))
+def _dequantize_op(
+    payload: Tensor,
+    scales: Tensor | None,
+    head_scales: Tensor | None,
+    levels: Tensor | None,
+    rotation: Tensor | None,
+    out: Tensor,
+    width: int,
+    code: str,
+    bits: int,
+) -> None:
+    from .dequantize_kernel import dequantize_kernel
+
+    batch, heads, count, _ = payload.shape
+    groups = StoredTokens(payload, scales, width, code, bits).groups
+    _, _, step, offset = level_range("symmetric", bits) if code == "symmetric" else (0, 0, 1, 0)
+    block = 0 if rotation is None else rotation.shape[0]
+    columns = max(16 if block else 1, _next_power(block or width))
+    # Tensor cores take 16 rows at least.
+    tokens = max(16, min(64, 8192 // columns)) if block else max(1, min(_next_power(count), 2048 // columns))
+    with launch_device(payload.device):
+        dequantize_kernel[(-(-count // tokens) * (width // block if block else 1), heads, batch)](
+            payload,
+            scales,
+            head_scales,
+            levels,
+            rotation,
+            out,
+            count,
+            *payload.stride()[:3],
+            *((0, 0, 0) if scales is None else scales.stride()[:3]),
+            *out.stride()[:3],
+            TOKENS=tokens,
+            CODE=code,
+            BITS=bits,
+            WIDTH=width,
+            PADDED=width if code == "float" else padded_width(width, bits),
+            GROUPS=groups,
+            GROUP_SIZE=width // groups if groups else width,
+            CODE_STEP=step,
+            OFFSET=offset,
+            BLOCK=block,
+            COLUMNS=columns,
+            STEP=32 if block > 16 else 16,
+            num_warps=4,
+        )
+
+
+@_dequantize_op.register_fake
+def _(payload, scales, head_scales, levels, rotation, out, width, code, bits) -> None:
+    return None
