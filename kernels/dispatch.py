@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import singledispatch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from .latent_heads import Rotation
 from .stored_tokens import DecodePart, KeyNormWeights
+from .triton_support import has_triton, interprets
 
 
 # Longer queries expand K and V once instead: from here on the expansion is cheaper than attention in latent space.
@@ -21,10 +20,6 @@ MAX_QUERY_TOKENS = 16
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PREFERENCES = ("auto", "general", "torch")
-
-TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-# Read once, as Triton itself does: the interpreter runs kernels on tensors of the CPU.
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Choice(NamedTuple):
@@ -125,14 +120,14 @@ def device_obstacle(device: torch.device) -> str | None:
     """Why no kernel runs on a device now; None where kernels run."""
     if _preference.kernel == "torch":
         return "the torch path was asked for"
-    if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
+    if device.type != "cuda" and not (device.type == "cpu" and interprets()):
         return f"tensors are on {device.type}"
-    return None if TRITON_INSTALLED else "triton is not installed"
+    return None if has_triton() else "triton is not installed"
 
 
 def kernels_can_run() -> bool:
     """Whether there is a device for kernels."""
-    return TRITON_INSTALLED and (INTERPRETED or torch.cuda.is_available())
+    return has_triton() and (interprets() or torch.cuda.is_available())
 
 
 def choose_for(step: DecodeStep) -> Choice:

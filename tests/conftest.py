@@ -25,7 +25,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import hf_wsvd
+from hf_wsvd import attention
 from hf_wsvd.calibration import Statistics
+from hf_wsvd.kernels import dispatch
 
 
 Factory = Callable[..., PreTrainedModel]
@@ -97,6 +99,16 @@ def merged() -> Factory:
     return lambda family, rank_ratio=0.5, **options: _forgetful(
         _merged(family, rank_ratio, tuple(sorted(options.items())))
     )
+
+
+@pytest.fixture
+def by_definition(monkeypatch) -> None:
+    """Decode kernels are chosen on the CPU, and their definition in fp64 stands in for them."""
+    from kernel_models import checked_definition
+
+    monkeypatch.setattr(dispatch, "interprets", lambda: True)
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "fused_attention", checked_definition)
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
+from unittest import mock
 
 import tiny_models
 import torch
@@ -14,6 +16,19 @@ import hf_wsvd
 from hf_wsvd import WSVDCache, attention
 from hf_wsvd.compat import CACHE_ARGUMENT
 from hf_wsvd.kernels import use
+from hf_wsvd.kernels.decode_call import DecodeCall, layer_heads, sequence_tokens
+from hf_wsvd.kernels.decode_checks import check_call, check_parts, check_query
+from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
+
+
+def checked_definition(query, parts, rotation, mask=None, *, scaling, **options):
+    """`fused_attention` by its definition: same checks, no launch."""
+    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+        check_query(query)
+    check_parts(parts, query)
+    tokens = sequence_tokens(parts, rotation, mask, options.get("lengths"))
+    check_call(DecodeCall(query, layer_heads(parts), tokens, scaling, rotation, mask, **options))
+    return fused_attention_oracle(query, parts, rotation, mask, scaling=scaling, **options).to(query.dtype)
 
 
 class Counted:
@@ -78,5 +93,5 @@ def interpreted(kind: str, family: str, options: dict[str, Any]) -> tuple[float,
     """`both_ways` with the real kernels, for a process in which Triton interprets."""
     torch.manual_seed(0)
     model = {"dense": dense, "latent": latent}[kind](family)
-    difference, counted = both_ways(model, tiny_models.prompt(family), options, counts=(1, 2))
+    difference, counted = both_ways(model, tiny_models.prompt(family, tokens=8), options, counts=(2,))
     return difference, counted.calls

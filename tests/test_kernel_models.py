@@ -7,22 +7,21 @@ for tests/test_fused_attention.py, and a few models here that it interprets.
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
 from kernel_cases import interpreting_process
-from kernel_models import Counted, both_ways, decode, interpreted
+from kernel_models import Counted, both_ways, checked_definition, decode, interpreted
 from test_families import build as build_family
 from tiny_models import build, calibration_batches, prompt
 from tiny_vision_families import prompt as image_prompt
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 import hf_wsvd
 from hf_wsvd import WSVDCache, attention
 from hf_wsvd.compat import CACHE_ARGUMENT
-from hf_wsvd.kernels import dispatch, explain, use
-from hf_wsvd.kernels.decode_call import DecodeCall, layer_heads, sequence_tokens
-from hf_wsvd.kernels.decode_checks import check_call, check_parts, check_query
+from hf_wsvd.kernels import explain, fused_attention, ops, use
 from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
 from hf_wsvd.quantizer_config import GuardMap
 from hf_wsvd.storage import Store
@@ -43,24 +42,6 @@ SCHEMES = {
     "other-values": {"key_bits": 8, "value_bits": 4},
     "skipped-head": {"bits": 4, "skip_heads": {0: [0], 1: [1]}},
 }
-
-
-def checked_definition(query, parts, rotation, mask=None, *, scaling, **options):
-    """`fused_attention` by its definition: same checks, no launch."""
-    check_query(query)
-    check_parts(parts, query)
-    tokens = sequence_tokens(parts, rotation, mask, options.get("lengths"))
-    check_call(DecodeCall(query, layer_heads(parts), tokens, scaling, rotation, mask, **options))
-    return fused_attention_oracle(query, parts, rotation, mask, scaling=scaling, **options).to(query.dtype)
-
-
-@pytest.fixture
-def by_definition(monkeypatch):
-    """Kernels are chosen on the CPU, and stood in for."""
-    monkeypatch.setattr(dispatch, "INTERPRETED", True)
-    monkeypatch.setattr(dispatch, "TRITON_INSTALLED", True)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(attention, "fused_attention", checked_definition)
 
 
 @pytest.fixture
@@ -254,6 +235,53 @@ def test_a_model_s_own_packed_caches_are_read(by_definition):
     assert counted.calls == 3 * LAYERS
 
 
+# Compiled steps
+
+
+def defined(parts, call):
+    """What the operator behind `fused_attention` runs, by its definition."""
+    options = {"softcap": call.softcap, "lengths": call.lengths, "norm": call.norm, "scaling": call.scaling}
+    return fused_attention_oracle(call.query, parts, call.rotation, call.mask, **options).to(call.query.dtype)
+
+
+STATIC = [
+    ("latent", "qwen3", {}),
+    ("latent", "llama", {"scheme": "hadamard", "bits": 4}),
+    ("dense", "llama", {"scheme": "turboquant", "bits": 4}),
+    ("dense", "mistral", {"bits": 8}),
+]
+
+
+@pytest.mark.parametrize(("kind", "family", "options"), STATIC)
+def test_a_compiled_static_step_has_the_kernel_in_its_graph(kind, family, options, own, by_definition, monkeypatch):
+    model, inputs = own(kind, family), prompt(family, 2)
+    monkeypatch.setattr(attention, "fused_attention", fused_attention)
+    module = importlib.import_module("hf_wsvd.kernels.fused_attention")  # the function has the same name
+    monkeypatch.setattr(module, "check_query", lambda query: None)  # which refuses the CPU
+    runs = []
+    monkeypatch.setattr(ops, "attend", lambda parts, call: runs.append(parts) or defined(parts, call))
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = [
+        model.generate(
+            **inputs,
+            max_new_tokens=6,
+            do_sample=False,
+            compile_config=compile_config,
+            disable_compile=compile_config is None,
+            **{CACHE_ARGUMENT: WSVDCache(model, **options, max_cache_len=20)},
+        )
+        for compile_config in (config, None)
+    ]
+    assert torch.equal(*found)
+    assert len(runs) == 2 * 5 * LAYERS
+    stats = torch._dynamo.utils.counters
+    assert stats["stats"]["unique_graphs"] == 1
+    assert not stats["graph_break"]
+
+
 # What goes the torch way
 
 
@@ -322,5 +350,5 @@ INTERPRETED = [
 @pytest.mark.parametrize(("kind", "family", "options"), INTERPRETED)
 def test_interpreted_kernels_decode_as_the_torch_path_does(kind, family, options, interpreter):
     difference, calls = interpreter(interpreted, kind, family, options)
-    assert calls == 2 * LAYERS
+    assert calls == LAYERS
     assert difference < 5e-5

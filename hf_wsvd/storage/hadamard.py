@@ -82,7 +82,8 @@ class HadamardCodec(Codec):
 
     def to(self, device: torch.device) -> None:
         super().to(device)
-        self.constants = rotation_constants(self.blocks[1], torch.device(device))
+        constants = rotation_constants(self.blocks[1], torch.device(device))
+        self.constants = {**constants, "whole": whole_rotation(self.width, torch.device(device))}
 
     def encode(self, tokens: Tensor) -> Packed:
         integers, unit = to_integers(tokens.unflatten(-1, self.blocks))
@@ -101,4 +102,4 @@ class HadamardCodec(Codec):
         return None if steps is None else self.minmax.encoding()._replace(rotation=steps)
 
     def rotation(self) -> Tensor | None:
-        return whole_rotation(self.width, self.constants["rotation"].device) if self.constants else None
+        return self.constants.get("whole")  # at hand: a traced step cannot compute it

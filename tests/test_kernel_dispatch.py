@@ -1,0 +1,259 @@
+"""Which kernel a decode step gets, and the reasons that are given."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from test_families import build as build_family
+from tiny_models import calibration_batches
+from torch import nn
+from transformers import DynamicCache
+
+import hf_wsvd
+from hf_wsvd import WSVDCache, WSVDConfig
+from hf_wsvd.decode_operands import norm_obstacle, rms_norm_kind
+from hf_wsvd.kernels import DecodePart, KeyNormWeights, Rotation, StoredTokens, choose, dispatch, explain, use
+from hf_wsvd.kernels.dispatch import (
+    DecodeStep,
+    choose_for,
+    position_query_obstacle,
+    register_fast_kernel,
+    tile_reconstruction_obstacle,
+)
+
+
+STEP = DecodeStep(torch.device("cuda"), torch.bfloat16, query_tokens=1, query_heads=32, heads=32, head_dim=128)
+MHA = STEP._replace(rotated=True)
+GQA = MHA._replace(heads=8)
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+
+
+@pytest.fixture
+def fast_kernels(triton, monkeypatch):
+    monkeypatch.setattr(dispatch, "_fast_kernels", {})
+    register_fast_kernel("position_query", position_query_obstacle)
+    register_fast_kernel("tile_reconstruction", tile_reconstruction_obstacle)
+
+
+@pytest.fixture
+def general_alone(triton, monkeypatch):
+    monkeypatch.setattr(dispatch, "_fast_kernels", {})
+
+
+@pytest.fixture
+def on_cpu(general_alone, by_definition):
+    """Kernels are chosen on the CPU, and stood in for."""
+
+
+# Choices
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "tensors are on cpu"),
+        ({"device": torch.device("meta")}, "tensors are on meta"),
+        ({"gradients": True}, "gradients are needed"),
+        ({"query_tokens": 40}, "query of 40 tokens: kernels take up to 16"),
+        ({"dtype": torch.float64}, "query of float64"),
+        ({"head_dim": 512}, "head_dim=512: kernels take up to 256"),
+        ({"obstacle": "scheme kivi"}, "scheme kivi"),
+    ],
+)
+def test_what_kernels_cannot_do_goes_the_torch_way(changes, reason, general_alone):
+    assert choose_for(STEP) == ("general", "it takes any shape")
+    assert choose_for(STEP._replace(**changes)) == ("torch", reason)
+
+
+def test_without_triton_there_is_the_torch_path(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    assert choose_for(STEP) == ("torch", "triton is not installed")
+
+
+@pytest.mark.parametrize(
+    ("step", "kernel"),
+    [
+        (MHA, "position_query"),
+        (GQA, "tile_reconstruction"),
+        (MHA._replace(query_tokens=2), "general"),
+        (STEP, "general"),
+        (MHA._replace(bias=True), "general"),
+        (MHA._replace(norm=True), "general"),
+        (GQA._replace(query_tokens=4), "tile_reconstruction"),
+        (GQA._replace(norm=True), "general"),
+    ],
+)
+def test_fast_kernels_come_first_where_they_fit(step, kernel, fast_kernels):
+    assert choose_for(step).kernel == kernel
+    with use("general"):
+        assert choose_for(step) == ("general", "the general kernel was asked for")
+    with use("torch"):
+        assert choose_for(step) == ("torch", "the torch path was asked for")
+
+
+def test_the_general_kernel_says_why_no_faster_one_serves(fast_kernels):
+    reason = choose_for(MHA._replace(bias=True)).reason
+    assert reason == "position_query: keys have a bias; tile_reconstruction: every query head has a head of its own"
+
+
+def test_a_preference_ends_with_its_block_even_after_an_error(general_alone):
+    def fail():
+        with use("torch"):
+            with use("general"):
+                assert choose_for(STEP).kernel == "general"
+            assert choose_for(STEP).kernel == "torch"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert choose_for(STEP).kernel == "general"
+
+
+def test_an_unknown_preference_is_refused():
+    with (
+        pytest.raises(
+            ValueError, match=r"kernel='fast' is not allowed; allowed: one of \('auto', 'general', 'torch'\)"
+        ),
+        use("fast"),
+    ):
+        pass
+
+
+# Operands
+
+
+def part_of(count=2, **fields):
+    stored = StoredTokens(torch.zeros(1, count, 5, 8), None, 8, bits=32)
+    return DecodePart(stored, stored, torch.zeros(count, 16, 8), torch.zeros(count, 16, 8), **fields)
+
+
+@pytest.mark.parametrize(
+    ("operands", "expected"),
+    [
+        ({}, ("tile_reconstruction", "4 query heads over 2 heads, 1 tokens")),
+        ({"parts": [part_of(4)]}, ("position_query", "4 query heads over 4 heads, 1 tokens")),
+        ({"parts": [part_of(1, heads=(0,)), part_of(3, heads=(1, 2, 3))]}, ("position_query", None)),
+        ({"parts": [part_of(4, key_bias=torch.zeros(4, 16))]}, ("general", None)),
+        ({"norm": KeyNormWeights(torch.ones(16), 1e-6)}, ("general", None)),
+        ({"parts": "the store is odd"}, ("torch", "the store is odd")),
+        ({"query": torch.zeros(1, 4, 1, 16, requires_grad=True)}, ("torch", "gradients are needed")),
+    ],
+    ids=["grouped", "own-heads", "split-heads", "bias", "norm", "no-parts", "gradients"],
+)
+def test_operands_tell_what_they_are(operands, expected, fast_kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "interprets", lambda: True)
+    rotation = Rotation(torch.zeros(1, 5, 8), torch.zeros(1, 5, 8))
+    arguments = {"query": torch.zeros(1, 4, 1, 16), "parts": [part_of()], "norm": None, **operands}
+    norm = arguments.pop("norm")
+    found = explain(*arguments.values(), rotation, norm=norm)
+    assert found == choose(*arguments.values(), rotation, norm=norm)
+    assert (found.kernel, found.reason if expected[1] else None) == expected
+
+
+def test_gradients_count_only_where_they_are_on(fast_kernels, monkeypatch):
+    monkeypatch.setattr(dispatch, "interprets", lambda: True)
+    query = torch.zeros(1, 4, 1, 16, requires_grad=True)
+    with torch.no_grad():
+        assert choose(query, [part_of()]).kernel == "tile_reconstruction"
+    trained = part_of()._replace(value_up=torch.zeros(2, 16, 8, requires_grad=True))
+    assert choose(query.detach(), [trained]) == ("torch", "gradients are needed")
+
+
+# Models
+
+
+def test_a_model_is_explained_by_groups_of_layers(compressed, dense, on_cpu):
+    model = compressed("llama")
+    assert explain(model) == "layers 0-2: general (it takes any shape)"
+    cache = WSVDCache(model, bits=4, layers={1: {"scheme": "kivi", "bits": 4}})
+    kivi = "torch (scheme kivi: keys are coded over groups of tokens)"
+    general = "general (it takes any shape)"
+    assert explain(model, cache).splitlines() == [f"layer 0: {general}", f"layer 1: {kivi}", f"layer 2: {general}"]
+    assert explain(model, DynamicCache()) == explain(model)
+    assert "the attention function is 'sdpa'" in explain(dense("llama"))
+
+
+def test_on_a_cpu_the_device_is_the_reason(compressed):
+    assert explain(compressed("llama")) == "layers 0-2: torch (tensors are on cpu)"
+
+
+def test_dense_models_are_explained_for_packed_caches(dense, on_cpu):
+    model = copy.deepcopy(dense("llama"))
+    model.set_attn_implementation("wsvd")
+    assert "keys and values are neither latents nor packed" in explain(model)
+    assert explain(model, WSVDCache(model, bits=8)) == "layers 0-2: general (it takes any shape)"
+
+
+def test_a_foreign_attention_function_is_named(compressed, on_cpu):
+    model = copy.deepcopy(compressed("llama"))
+    model.set_attn_implementation("eager")
+    assert explain(model) == "layers 0-2: torch (the attention function is 'eager')"
+
+
+@pytest.mark.parametrize("wrong", [3, None, "llama"])
+def test_only_queries_and_models_are_explained(wrong):
+    with pytest.raises(ValueError, match="allowed: a query tensor or a transformers model"):
+        explain(wrong)
+
+
+def test_another_object_than_a_cache_is_refused(compressed):
+    with pytest.raises(ValueError, match="cache=dict is not allowed; allowed: a Cache or None"):
+        explain(compressed("llama"), {})
+
+
+# Key norms
+
+
+class Unit(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * (1 + weight)`, as Gemma has it."""
+
+    def __init__(self, weight, eps=1e-6, power=2):
+        super().__init__()
+        self.weight, self.eps, self.power = nn.Parameter(weight), eps, power
+
+    def forward(self, x):
+        return x * (x.abs().pow(self.power).mean(-1, keepdim=True) + self.eps).rsqrt() * (1 + self.weight)
+
+
+def test_a_norm_is_known_by_what_it_computes():
+    weight = torch.randn(16)
+    plain = nn.RMSNorm(16, eps=1e-5)
+    plain.weight.data = weight
+    assert rms_norm_kind(plain) == (0.0, 1e-5)
+    assert rms_norm_kind(plain.bfloat16()) == (0.0, 1e-5)
+    assert rms_norm_kind(Unit(weight)) == (1.0, 1e-6)
+    assert rms_norm_kind(Unit(weight, power=3)) is None
+    assert rms_norm_kind(nn.LayerNorm(16)) is None
+    assert rms_norm_kind(nn.LayerNorm((2, 16))) is None
+
+
+class Binding:
+    norm_kind = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm", "reason"),
+    [
+        ("before", Unit(torch.randn(16)), None),
+        ("after", Unit(torch.randn(16)), None),
+        ("before_by_token", Unit(torch.randn(16)), "norm of kind before_by_token"),
+        ("before", nn.LayerNorm(16), "LayerNorm is no RMS norm of a head"),
+        ("before", nn.Identity(), "Identity has no weight at hand"),
+        ("before", nn.RMSNorm(16, device="meta"), "RMSNorm has no weight at hand"),
+    ],
+)
+def test_other_norms_are_no_kernel_s(kind, norm, reason):
+    assert norm_obstacle(kind, norm, Binding()) == reason
+
+
+def test_a_norm_over_all_heads_goes_the_torch_way(on_cpu):
+    model = build_family("olmo2", {})
+    config = WSVDConfig(rank_ratio=0.5, self_check="none", refinement="none", rank_allocation="uniform")
+    model = hf_wsvd.compress(model, config, calibration=calibration_batches("llama"))
+    assert explain(model).startswith("layers 0-2: torch (")
