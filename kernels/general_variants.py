@@ -61,6 +61,7 @@ FORMS = (
     Form(torch.float16, code="asymmetric", bits=4, rank=62),
     *(Form(rows=rows) for rows in (16, 64)),
     Form(code="symmetric", bits=4, rows=64, head_dim=256, rank=128),
+    Form(code="asymmetric", bits=4, head_dim=256, rank=256),
     Form(rank=128, code="symmetric", bits=4, rotated=0),
     Form(rank=128, code="asymmetric", bits=2, groups=4),
     *(Form(rotated=64, interleaved=interleaved, norm="before") for interleaved in (False, True)),
