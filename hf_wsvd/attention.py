@@ -164,33 +164,10 @@ def attend(
         `[B, N, Hq, D]` and the attention weights where `base` gives them.
     """
     call = active_call()
-    extras = any(kwargs.get(name) is not None for name in DENSE_ONLY)
-    plain = not (dropout or kwargs.get("output_attentions") or extras)
-    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(call, DenseCall) and call.attention is module and call.packed:
-        check_handed(call, key, value)
-        out = fused(call, query, attention_mask, factor, kwargs.get("softcap")) if plain else None
+    if isinstance(call, LatentCall | DenseCall) and call.attention is module:
+        out, (key, value) = attend_cached(call, query, key, value, attention_mask, scaling, dropout, **kwargs)
         if out is not None:
             return out, None
-        key, value = call.layer.visible(key, value, False)
-    if isinstance(call, LatentCall) and call.attention is module and call.stored and call.reads_latents():
-        if call.layer_was_empty:
-            prepare(call, query)
-        else:
-            check_handed(call, key, value)
-            if plain:
-                out = fused(call, query, attention_mask, factor, kwargs.get("softcap"))
-                if out is None:
-                    out = latent_attention(
-                        query,
-                        *call.cached(),
-                        attention_mask,
-                        scaling=factor,
-                        softcap=kwargs.get("softcap"),
-                        **call.key_norms(),
-                    )
-                return out, None
-            key, value = call.expand()
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[-2]:  # first tokens of a static cache
         attention_mask = attention_mask[..., : key.shape[-2]]
     return base_attention(base, module)(
@@ -198,11 +175,38 @@ def attend(
     )
 
 
-def check_handed(call: LatentCall | DenseCall, key: Tensor, value: Tensor) -> None:
-    """RuntimeError unless attention got what the cache handed to it."""
+def attend_cached(
+    call: LatentCall | DenseCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor | None, tuple[Tensor, Tensor]]:
+    """Attention of an open call from what its cache layer holds: `[B, N, Hq, D]`.
+
+    None where ordinary attention has to serve it, and the keys and values for that.
+    """
+    if call.layer_was_empty:
+        prepare(call, query)
+        return None, (key, value)
+    if not call.reads_layer():
+        return None, (key, value)
     if key is not call.handed[0] or value is not call.handed[1]:
         kind = "latents" if isinstance(call, LatentCall) else "packed tokens"
         raise RuntimeError(f"{type(call.attention).__name__} changes cached keys or values: it cannot work on {kind}")
+    if dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY):
+        return None, call.expand()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = fused(call, query, mask, scaling, softcap)
+    if out is None and isinstance(call, DenseCall):
+        return None, call.expand()
+    if out is None:
+        out = latent_attention(query, *call.cached(), mask, scaling=scaling, softcap=softcap, **call.key_norms())
+    return out, (key, value)
 
 
 def fused(
@@ -226,9 +230,10 @@ def fused(
     return fused_attention(query, parts, rotation, mask, scaling=scaling, softcap=softcap, lengths=lengths, norm=norm)
 
 
-def prepare(call: LatentCall, query: Tensor) -> None:
+def prepare(call: LatentCall | DenseCall, query: Tensor) -> None:
     """Work out what later steps of the same cache need; not in a traced step, whose tensors would be the graph's."""
-    if device_obstacle(query.device) is None and not torch.compiler.is_compiling():
+    unread = isinstance(call, DenseCall) and call.layer.storage.whole
+    if device_obstacle(query.device) is None and not unread and not torch.compiler.is_compiling():
         key_norm_weights(call, call.attention._wsvd)
         decode_parts(call, query)
 

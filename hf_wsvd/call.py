@@ -64,6 +64,10 @@ class LatentCall:
         """Whether attention works on the latents rather than on expanded keys and values."""
         return self.latent_attention and self.key.latent.shape[-2] <= MAX_QUERY_TOKENS
 
+    def reads_layer(self) -> bool:
+        """Whether attention reads the cache layer by itself, and was handed the new keys and values to tell so."""
+        return self.stored and self.reads_latents()
+
     def expand(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all cached tokens, `[B, H, S, D]`, as dense attention would have cached them."""
         key, value, rotation = self.cached()
@@ -94,6 +98,14 @@ class DenseCall:
     def rotation(self) -> None:
         """Keys were rotated before they came to the cache."""
         return
+
+    def reads_layer(self) -> bool:
+        """Whether attention reads the cache layer by itself, and was handed the new keys and values to tell so."""
+        return self.packed
+
+    def expand(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all cached tokens, unpacked."""
+        return self.layer.visible(*self.handed, exact=False)
 
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Whether attention will read the cache layer by itself; then it gets the new keys and values to tell so."""

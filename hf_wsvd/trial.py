@@ -13,6 +13,7 @@ from transformers.utils import logging
 from .cache_layers import StoredMixin
 from .compat import CACHE_ARGUMENT
 from .decoder import DecoderAttention, decoder_of, evaluation_mode
+from .kernels import use
 from .latent_layers import LatentMixin
 from .probe import PROBE_TOKENS, probe_tokens
 from .quantizer_config import WHOLE_LAYER
@@ -72,7 +73,7 @@ def layers_that_need_keys(
         cache.layers = [upgraded(layer, False, WHOLE_LAYER) or layer for layer in cache.layers]
     kind, reason = LatentMixin if latent else StoredMixin, ""
     try:
-        with evaluation_mode(model):
+        with evaluation_mode(model), use("torch"):  # what is tried is the model, not the device's kernels
             decoder(input_ids=tokens, use_cache=False)
             for trial.part in PARTS:
                 decoder(input_ids=tokens[:, trial.part], use_cache=True, **{CACHE_ARGUMENT: cache})

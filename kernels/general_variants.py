@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .combine import CHANGING as MERGE_CHANGING
 from .combine import combine_arguments, combine_kernel
 from .decode_call import DecodeCall
 from .general_decode import CHANGING, general_decode_kernel

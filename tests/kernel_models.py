@@ -81,9 +81,7 @@ def both_ways(
     kernel = attention.fused_attention
     attention.fused_attention = counted = Counted(kernel)
     try:
-        cache = WSVDCache(model, **options)
-        counted.calls = 0  # of a trial
-        found = decode(model, inputs, cache, counts)
+        found = decode(model, inputs, WSVDCache(model, **options), counts)
     finally:
         attention.fused_attention = kernel
     return ((found - wanted).norm() / wanted.norm()).item(), counted
