@@ -245,9 +245,9 @@ def defined(parts, call):
 
 
 STATIC = [
-    ("latent", "qwen3", {}),
+    pytest.param("latent", "qwen3", {}, marks=pytest.mark.slow),
     ("latent", "llama", {"scheme": "hadamard", "bits": 4}),
-    ("dense", "llama", {"scheme": "turboquant", "bits": 4}),
+    pytest.param("dense", "llama", {"scheme": "turboquant", "bits": 4}, marks=pytest.mark.slow),
 ]
 
 
