@@ -220,6 +220,19 @@ def test_assisted_decoding_over_a_sliding_window(kind, own, by_definition):
         torch.testing.assert_close(ours.keys, theirs.keys)
 
 
+@pytest.mark.parametrize("kind", ["dense", "latent"])
+def test_tokens_recorded_before_a_window_are_not_seen(kind, own, by_definition):
+    model, found = own(kind, "mistral"), []
+    for kernel in ("torch", "auto"):
+        cache = WSVDCache(model, bits=8)
+        for layer in cache.layers:
+            layer.activate_past_recording()
+        with use(kernel):
+            found.append(decode(model, padded_prompt("mistral", tokens=14), cache, (1, 3, 1)))
+        assert [len(layer.key_store) for layer in cache.layers] == [14 + 5] * LAYERS
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-3)
+
+
 def test_a_window_is_trimmed_after_the_step_that_reads_it(own, by_definition):
     model = own("latent", "mistral")
     cache = WSVDCache(model, bits=8)
