@@ -10,11 +10,11 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 
 from .cache import WSVDCache, cache_nbytes
-from .cache_layers import PackedStaticMixin
 from .memory_report import MemoryReport, memory_report, stores_of
 from .meta_fill import fill
 from .meta_model import MetaModel
 from .quantizer_config import CacheConfig
+from .static_layers import PackedStaticMixin
 from .storage import Store
 
 

@@ -11,13 +11,12 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSliding
 from .cache_layers import (
     GrowingLayer,
     GrowingSlidingWindowLayer,
-    PackedStaticLayer,
-    PackedStaticSlidingWindowLayer,
     StoredMixin,
 )
 from .call import LatentCall, active_call
 from .kernels import StoredTokens
 from .quantizer_config import WHOLE_LAYER
+from .static_layers import PackedStaticLayer, PackedStaticSlidingWindowLayer
 from .storage.runs import Run
 
 

@@ -14,8 +14,6 @@ from transformers.cache_utils import (
 from .cache_layers import (
     GrowingLayer,
     GrowingSlidingWindowLayer,
-    PackedStaticLayer,
-    PackedStaticSlidingWindowLayer,
 )
 from .latent_layers import (
     LatentDynamicLayer,
@@ -27,6 +25,7 @@ from .latent_layers import (
     LatentStaticSlidingWindowLayer,
 )
 from .quantizer_config import LayerStorage
+from .static_layers import PackedStaticLayer, PackedStaticSlidingWindowLayer
 from .storage import check_static
 
 
