@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-LARGEST_TILE = 8192  # numbers that a program of 4 warps holds without spills
+LARGEST_TILE = 4096  # numbers that a program of 4 warps holds without spills
 
 
 def combine_oracle(

@@ -147,13 +147,16 @@ def general_decode_kernel(
         query_1 = load_query(query_rows, channels_1, row_inside, HEAD_DIM)
         up_0 = load_up(key_up, channels_0, key_up_channel_stride, HEAD_DIM, KEY_WIDTH, KEY_BLOCK, compute_dtype)
         up_1 = load_up(key_up, channels_1, key_up_channel_stride, HEAD_DIM, KEY_WIDTH, KEY_BLOCK, compute_dtype)
-        bias_0, bias_1 = load_row(key_bias, channels_0, HEAD_DIM), load_row(key_bias, channels_1, HEAD_DIM)
-        weight_0, weight_1 = load_row(norm_weight, channels_0, HEAD_DIM), load_row(norm_weight, channels_1, HEAD_DIM)
+        bias_0 = load_row(key_bias, channels_0, HEAD_DIM)
+        bias_1 = load_row(key_bias, channels_1, HEAD_DIM)
+        weight_0 = load_row(norm_weight, channels_0, HEAD_DIM)
+        weight_1 = load_row(norm_weight, channels_1, HEAD_DIM)
     if TAIL_BLOCK > 0:
         channels_2 = 2 * HALF + tl.arange(0, TAIL_BLOCK)
         query_2 = load_query(query_rows, channels_2, row_inside, HEAD_DIM)
         up_2 = load_up(key_up, channels_2, key_up_channel_stride, HEAD_DIM, KEY_WIDTH, KEY_BLOCK, compute_dtype)
-        bias_2, weight_2 = load_row(key_bias, channels_2, HEAD_DIM), load_row(norm_weight, channels_2, HEAD_DIM)
+        bias_2 = load_row(key_bias, channels_2, HEAD_DIM)
+        weight_2 = load_row(norm_weight, channels_2, HEAD_DIM)
 
     length = places_end
     if lengths is not None:

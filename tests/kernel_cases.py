@@ -42,7 +42,9 @@ class DecodeCase:
     norm: str | None = None  # "before" or "after"
     softcap: float | None = None
     window: int | None = None
-    mask: str | None = None  # "bool", "by_head", "additive" or "lowest"
+    mask: str | None = (
+        None  # "bool", "by_head", "additive", "lowest" or "blind": lowest and, for sequence 0, everywhere
+    )
     lengths: tuple[int, ...] | None = None
     starts: tuple[int, ...] | None = None
     places: bool = False  # tokens in a random order, with slots that hold none
@@ -181,7 +183,9 @@ def random_mask(case: DecodeCase) -> Tensor | None:
     visible &= torch.ones(case.queries, case.tokens).tril(case.tokens - case.queries).bool()
     if case.mask == "additive":
         return torch.randn(visible.shape).masked_fill(~visible, float("-inf")).to(case.torch_dtype)
-    if case.mask == "lowest":
+    if case.mask == "blind":
+        visible[0] = False
+    if case.mask in ("lowest", "blind"):
         return torch.zeros(visible.shape, dtype=case.torch_dtype).masked_fill(
             ~visible, torch.finfo(case.torch_dtype).min
         )

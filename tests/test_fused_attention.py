@@ -131,11 +131,20 @@ def test_kernels_match_the_definition(interpreted, case):
 
 
 def test_a_query_with_nothing_to_see_gets_zeros(interpreted):
-    """Not even the values' bias; whether a start, a length or the mask hides it."""
+    """Not even the values' bias."""
     case = DecodeCase(batch=3, queries=2, lengths=(70, 0, 20), starts=(3, 0, 20), bias=True, guarded=True)
     found, _ = interpreted(found_and_wanted, case)
     assert np.abs(found[0]).min() > 0
     assert not found[1:].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_sequence_that_an_additive_mask_hides_gets_zeros(interpreted, dtype):
+    """The lowest number of its dtype is what models write for hidden, also where that hides all."""
+    found, wanted = interpreted(found_and_wanted, DecodeCase(dtype=dtype, mask="blind", bias=True))
+    assert not found[0].any()
+    assert not wanted[0].any()
+    assert np.abs(found[1]).min() > 0
 
 
 @pytest.mark.parametrize("split_tokens", [16, 48, 96])
