@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+HAS_TRITON = find_spec("triton") is not None
 
 
 def interprets() -> bool:
@@ -24,13 +20,13 @@ def interprets() -> bool:
 
 def runs_on(device: torch.device) -> bool:
     """Whether kernels run on tensors of this device: CUDA, or the CPU under the interpreter."""
-    return (device.type == "cuda" or (device.type == "cpu" and interprets())) and has_triton()
+    return (device.type == "cuda" or (device.type == "cpu" and interprets())) and HAS_TRITON
 
 
 def check_device(name: str, tensor: Tensor) -> None:
     """ValueError unless kernels run where `tensor` is."""
     if not runs_on(tensor.device):
-        needed = "CUDA" if has_triton() else "CUDA, with Triton installed"
+        needed = "CUDA" if HAS_TRITON else "CUDA, with Triton installed"
         raise ValueError(f"{name} is on {tensor.device}; allowed: {needed} (or the CPU under TRITON_INTERPRET=1)")
 
 
