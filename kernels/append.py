@@ -180,13 +180,14 @@ def tile_arguments(
 
 
 def project_arguments(
-    code: str, bits: int, width: int, groups: int, rotation: Tensor | None, rows: int
+    code: str, bits: int, width: int, groups: int, rotation: Tensor | None, rows: int, in_features: int
 ) -> dict[str, int | str]:
     """The same of `project_append_kernel`, for `rows` tokens of all sequences."""
     return {
         **tile_arguments(code, bits, width, groups, rotation, min(rows, PROJECT_ROWS)),
         "ROWS": PROJECT_ROWS,
         "WIDTH_PADDED": max(16, _next_power(width)),
+        "IN_FEATURES": in_features,
         "IN_STEP": PROJECT_STEP * (2 if width <= 64 else 1),
         "num_warps": 4,
         "num_stages": 3,
@@ -295,13 +296,12 @@ def _project_op(
             payload.shape[2],
             rows,
             count,
-            in_features,
             *_strides(inputs, 2),
             *_strides(down, 2),
             *_strides(latents, 2),
             *_strides(payload, 3),
             *_strides(scales, 3),
-            **project_arguments(code, bits, width, groups, rotation, rows),
+            **project_arguments(code, bits, width, groups, rotation, rows, in_features),
         )
     return latents
 

@@ -57,10 +57,11 @@ def variants() -> Iterator[Variant]:
             gone = [*absent, *(["start", "other_tokens", "other_payload"] if sides == 1 else [])]
             label = f"append {count} {dtype} sides={sides} {name}"
             yield _variant(label, append_kernel, dtype, gone, {**arguments, "SIDES": sides}, sides)
-        arguments = project_arguments(code, bits, width, groups, rotation, PROJECT_ROWS)
+        arguments = project_arguments(code, bits, width, groups, rotation, PROJECT_ROWS, 4096)
         yield _variant(f"project {name}", project_append_kernel, "*bf16", absent, arguments)
         arguments = dequantize_arguments(code, bits, width, groups, block, 4096)
-        yield _variant(f"read {name}", dequantize_kernel, "*bf16", absent, arguments)
+        form = _variant(f"read {name}", dequantize_kernel, "*bf16", absent, arguments)
+        yield form._replace(signature={**form.signature, **({"rotation": "*fp32"} if block else {})})
 
 
 def _variant(name: str, kernel, dtype: str, absent: list[str], arguments: dict, sides: int = 2) -> Variant:

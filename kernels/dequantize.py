@@ -130,7 +130,7 @@ def dequantize_arguments(
     columns = max(16 if block else 1, _next_power(block or width))
     return {
         # Tensor cores take 16 rows at least.
-        "TOKENS": max(16, min(64, 8192 // columns)) if block else max(1, min(_next_power(count), 2048 // columns)),
+        "TOKENS": max(16, min(64, 4096 // columns)) if block else max(1, min(_next_power(count), 2048 // columns)),
         "CODE": code,
         "BITS": bits,
         "WIDTH": width,
