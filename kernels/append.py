@@ -148,7 +148,7 @@ def _next_power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _tile_arguments(
+def tile_arguments(
     code: str, bits: int, width: int, groups: int, rotation: Tensor | None, count: int
 ) -> dict[str, int | str]:
     """The compile-time arguments of `encode_tile`, and warps, for `count` tokens a sequence."""
@@ -176,6 +176,21 @@ def _tile_arguments(
         # A step of the rotation has so many products in registers.
         "STEP": max(1, min(_next_power(block), 4096 // (tokens * columns))),
         "num_warps": 4 if block or tokens * columns > 512 else 1,
+    }
+
+
+def project_arguments(
+    code: str, bits: int, width: int, groups: int, rotation: Tensor | None, rows: int, in_features: int
+) -> dict[str, int | str]:
+    """The same of `project_append_kernel`, for `rows` tokens of all sequences."""
+    return {
+        **tile_arguments(code, bits, width, groups, rotation, min(rows, PROJECT_ROWS)),
+        "ROWS": PROJECT_ROWS,
+        "WIDTH_PADDED": max(16, _next_power(width)),
+        "IN_FEATURES": in_features,
+        "IN_STEP": PROJECT_STEP * (2 if width <= 64 else 1),
+        "num_warps": 4,
+        "num_stages": 3,
     }
 
 
@@ -213,7 +228,7 @@ def _append_op(
 
     batch, heads, count, _ = tokens[0].shape
     rotation, midpoints, squares = _constants_of(code, constants)
-    arguments = _tile_arguments(code, bits, width, groups, rotation, count)
+    arguments = tile_arguments(code, bits, width, groups, rotation, count)
     grid = (-(-count // arguments["TOKENS"]), heads, batch * sides)
     with launch_device(tokens[0].device):
         append_kernel[grid](
@@ -265,7 +280,6 @@ def _project_op(
     if not rows:
         return latents
     rotation, midpoints, squares = _constants_of(code, constants)
-    arguments = _tile_arguments(code, bits, width, groups, rotation, min(rows, PROJECT_ROWS))
     with launch_device(inputs.device):
         project_append_kernel[(-(-rows // PROJECT_ROWS), heads)](
             inputs,
@@ -282,17 +296,12 @@ def _project_op(
             payload.shape[2],
             rows,
             count,
-            in_features,
             *_strides(inputs, 2),
             *_strides(down, 2),
             *_strides(latents, 2),
             *_strides(payload, 3),
             *_strides(scales, 3),
-            ROWS=PROJECT_ROWS,
-            WIDTH_PADDED=max(16, _next_power(width)),
-            IN_STEP=PROJECT_STEP * (2 if width <= 64 else 1),
-            num_stages=3,
-            **{**arguments, "num_warps": 4},
+            **project_arguments(code, bits, width, groups, rotation, rows, in_features),
         )
     return latents
 

@@ -124,7 +124,6 @@ def project_append_kernel(
     capacity,
     rows,
     count,
-    in_features,
     input_stride_b,
     input_stride_n,
     down_stride_h,
@@ -139,6 +138,7 @@ def project_append_kernel(
     scales_stride_n,
     ROWS: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
     IN_STEP: tl.constexpr,
     TOKENS: tl.constexpr,
     CODE: tl.constexpr,
@@ -170,8 +170,8 @@ def project_append_kernel(
     x_row = inputs + (batch * input_stride_b + n * input_stride_n)[:, None]
     down_row = down + head * down_stride_h + channel[None, :] * down_stride_r
     projected = tl.zeros([ROWS, WIDTH_PADDED], tl.float32)
-    for begin in range(0, in_features, IN_STEP):
-        inside = begin + k < in_features
+    for begin in range(0, IN_FEATURES, IN_STEP):
+        inside = begin + k < IN_FEATURES
         x = tl.load(x_row + (begin + k)[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
         weight = tl.load(down_row + (begin + k)[:, None], mask=inside[:, None] & (channel < WIDTH)[None, :], other=0.0)
         projected = tl.dot(x, weight, projected, input_precision="ieee")
@@ -185,39 +185,40 @@ def project_append_kernel(
     head_scale = 1.0
     if head_scales is not None:
         head_scale = tl.load(head_scales + head)
-    for begin in range(first, tl.minimum(first + ROWS, rows), TOKENS):
-        coded = begin + tl.arange(0, TOKENS)
-        coded_batch, coded_n = (coded // count).to(tl.int64), (coded % count).to(tl.int64)
-        slot = coded_n + position
-        if start is not None:
-            slot += tl.load(start)
-        encode_tile(
-            latents,
-            coded_batch * latent_stride_b + head * latent_stride_h + coded_n * WIDTH,
-            coded < rows,
-            1,
-            payload,
-            coded_batch * payload_stride_b + head * payload_stride_h + slot * payload_stride_n,
-            scales,
-            coded_batch * scales_stride_b + head * scales_stride_h + slot * scales_stride_n,
-            (coded < rows) & (slot >= 0) & (slot < capacity),
-            head_scale,
-            rotation,
-            midpoints,
-            code_squares,
-            TOKENS,
-            CODE,
-            BITS,
-            WIDTH,
-            GROUPS,
-            LOWEST,
-            HIGHEST,
-            CODE_STEP,
-            OFFSET,
-            P,
-            Q,
-            QP,
-            BLOCK,
-            BLOCK_PADDED,
-            STEP,
-        )
+    for part in range(0, ROWS, TOKENS):
+        if first + part < rows:
+            coded = first + part + tl.arange(0, TOKENS)
+            coded_batch, coded_n = (coded // count).to(tl.int64), (coded % count).to(tl.int64)
+            slot = coded_n + position
+            if start is not None:
+                slot += tl.load(start)
+            encode_tile(
+                latents,
+                coded_batch * latent_stride_b + head * latent_stride_h + coded_n * WIDTH,
+                coded < rows,
+                1,
+                payload,
+                coded_batch * payload_stride_b + head * payload_stride_h + slot * payload_stride_n,
+                scales,
+                coded_batch * scales_stride_b + head * scales_stride_h + slot * scales_stride_n,
+                (coded < rows) & (slot >= 0) & (slot < capacity),
+                head_scale,
+                rotation,
+                midpoints,
+                code_squares,
+                TOKENS,
+                CODE,
+                BITS,
+                WIDTH,
+                GROUPS,
+                LOWEST,
+                HIGHEST,
+                CODE_STEP,
+                OFFSET,
+                P,
+                Q,
+                QP,
+                BLOCK,
+                BLOCK_PADDED,
+                STEP,
+            )

@@ -122,6 +122,30 @@ def _next_power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def dequantize_arguments(
+    code: str, bits: int, width: int, groups: int, block: int, count: int
+) -> dict[str, int | str]:
+    """The compile-time arguments of `dequantize_kernel`, and warps, for `count` tokens; `block` 0: no rotation."""
+    _, _, step, offset = level_range("symmetric", bits) if code == "symmetric" else (0, 0, 1, 0)
+    columns = max(16 if block else 1, _next_power(block or width))
+    return {
+        # Tensor cores take 16 rows at least.
+        "TOKENS": max(16, min(64, 4096 // columns)) if block else max(1, min(_next_power(count), 2048 // columns)),
+        "CODE": code,
+        "BITS": bits,
+        "WIDTH": width,
+        "PADDED": width if code == "float" else padded_width(width, bits),
+        "GROUPS": groups,
+        "GROUP_SIZE": width // groups if groups else width,
+        "CODE_STEP": step,
+        "OFFSET": offset,
+        "BLOCK": block,
+        "COLUMNS": columns,
+        "STEP": 32 if block > 16 else 16,
+        "num_warps": 4,
+    }
+
+
 @torch.library.custom_op("hf_wsvd::dequantize", mutates_args=("out",))
 def _dequantize_op(
     payload: Tensor,
@@ -138,13 +162,11 @@ def _dequantize_op(
 
     batch, heads, count, _ = payload.shape
     groups = StoredTokens(payload, scales, width, code, bits).groups
-    _, _, step, offset = level_range("symmetric", bits) if code == "symmetric" else (0, 0, 1, 0)
     block = 0 if rotation is None else rotation.shape[0]
-    columns = max(16 if block else 1, _next_power(block or width))
-    # Tensor cores take 16 rows at least.
-    tokens = max(16, min(64, 8192 // columns)) if block else max(1, min(_next_power(count), 2048 // columns))
+    arguments = dequantize_arguments(code, bits, width, groups, block, count)
+    blocks = -(-count // arguments["TOKENS"]) * (width // block if block else 1)
     with launch_device(payload.device):
-        dequantize_kernel[(-(-count // tokens) * (width // block if block else 1), heads, batch)](
+        dequantize_kernel[(blocks, heads, batch)](
             payload,
             scales,
             head_scales,
@@ -155,19 +177,7 @@ def _dequantize_op(
             *payload.stride()[:3],
             *((0, 0, 0) if scales is None else scales.stride()[:3]),
             *out.stride()[:3],
-            TOKENS=tokens,
-            CODE=code,
-            BITS=bits,
-            WIDTH=width,
-            PADDED=width if code == "float" else padded_width(width, bits),
-            GROUPS=groups,
-            GROUP_SIZE=width // groups if groups else width,
-            CODE_STEP=step,
-            OFFSET=offset,
-            BLOCK=block,
-            COLUMNS=columns,
-            STEP=32 if block > 16 else 16,
-            num_warps=4,
+            **arguments,
         )
 
 

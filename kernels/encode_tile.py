@@ -70,7 +70,7 @@ def rotate_tile(
         first = block * BLOCK
         inside = valid & (channel >= first) & (channel < first + BLOCK)
         x = tl.load(
-            tokens + row[:, None] + (first + all_k)[None, :] * stride,
+            tokens + row[:, None] + (first + all_k)[None, :].to(tl.int64) * stride,
             mask=row_mask[:, None] & (all_k < BLOCK)[None, :],
             other=0.0,
         ).to(tl.float32)
@@ -81,7 +81,7 @@ def rotate_tile(
         for begin in range(0, BLOCK, STEP):
             k = begin + steps
             part = tl.load(
-                tokens + row[:, None] + (first + k)[None, :] * stride,
+                tokens + row[:, None] + (first + k)[None, :].to(tl.int64) * stride,
                 mask=row_mask[:, None] & (k < BLOCK)[None, :],
                 other=0.0,
             ).to(tl.float32)
@@ -265,9 +265,9 @@ def encode_tile(
         )
         x = rotated.to(tl.float32) * ROTATION_UNIT * unit
     else:
-        x = tl.load(
-            tokens + row[:, None] + channel[None, :] * stride, mask=row_mask[:, None] & valid[None, :], other=0.0
-        ).to(tl.float32)
+        there = row_mask[:, None] & valid[None, :]
+        x = tl.load(tokens + row[:, None] + channel[None, :].to(tl.int64) * stride, mask=there, other=0.0)
+        x = x.to(tl.float32)
         bad = not_finite(x)
     if CODE == "fp8":
         codes = code_floats(x, head_scale)

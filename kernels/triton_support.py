@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 
-@cache
+_INSTALLED = find_spec("triton") is not None  # looked up once, where no tracer sees it
+
+
 def has_triton() -> bool:
     """Whether Triton is installed."""
-    return find_spec("triton") is not None
+    return _INSTALLED
 
 
 def interprets() -> bool:

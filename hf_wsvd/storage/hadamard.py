@@ -28,18 +28,23 @@ def block_size(width: int) -> int:
 
 @lru_cache(maxsize=64)
 def rotation_constants(size: int, device: torch.device) -> dict[str, Tensor]:
-    """`rotation [size, size]` fp32 (`x @ rotation` rotates), and `integers`: the same in units of 2^-24, fp64.
-
-    Where kernels run also `steps`: the integers, as int32.
-    """
+    """`rotation [size, size]` fp32 (`x @ rotation` rotates), and `integers`: the same in units of 2^-24, fp64."""
     exact = spreading_rotation(size)
     wide = torch.float32 if device.type == "mps" else torch.float64  # which has no fp64
-    integers = (exact / ROTATION_UNIT).round()
     return {
         "rotation": exact.to(device, torch.float32),
-        "integers": integers.to(device, wide),
-        **({"steps": integers.to(device, torch.int32)} if runs_on(device) else {}),
+        "integers": (exact / ROTATION_UNIT).round().to(device, wide),
     }
+
+
+def kernel_constants(size: int, device: torch.device) -> dict[str, Tensor]:
+    """Where kernels run, `steps`: the integers of `rotation_constants` as int32."""
+    return {"steps": _steps(size, device)} if runs_on(device) else {}
+
+
+@lru_cache(maxsize=64)
+def _steps(size: int, device: torch.device) -> Tensor:
+    return (spreading_rotation(size) / ROTATION_UNIT).round().to(device, torch.int32)
 
 
 @lru_cache(maxsize=64)
@@ -82,8 +87,9 @@ class HadamardCodec(Codec):
 
     def to(self, device: torch.device) -> None:
         super().to(device)
-        constants = rotation_constants(self.blocks[1], torch.device(device))
-        self.constants = {**constants, "whole": whole_rotation(self.width, torch.device(device))}
+        size, device = self.blocks[1], torch.device(device)
+        whole = {"whole": whole_rotation(self.width, device)}
+        self.constants = {**rotation_constants(size, device), **kernel_constants(size, device), **whole}
 
     def encode(self, tokens: Tensor) -> Packed:
         integers, unit = to_integers(tokens.unflatten(-1, self.blocks))

@@ -42,7 +42,8 @@ class PackedStore(BufferStore):
     def append(self, tokens: Tensor) -> None:
         self.prepare(tokens.device)
         if self.has_slots(tokens):
-            append_tokens([tokens], [self.codec.encoding()], [self.slots(tokens)])
+            slots = self.slots(tokens)
+            append_tokens([tokens], [self.codec.encoding()], [slots])
             self.appended(tokens)
         else:
             self._keep(kernel_path.encode(self.codec, tokens), tokens.dtype)

@@ -47,7 +47,8 @@ class StaticStore(Store):
     def append(self, tokens: Tensor) -> None:
         self.prepare(tokens.device)
         if self.has_slots(tokens):
-            append_tokens([tokens], [self.codec.encoding()], [self.slots(tokens)])
+            slots = self.slots(tokens)
+            append_tokens([tokens], [self.codec.encoding()], [slots])
             self.appended(tokens)
             return
         payload, scales = kernel_path.encode(self.codec, tokens)

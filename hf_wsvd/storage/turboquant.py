@@ -13,7 +13,7 @@ from ..kernels.encoding import Encoding
 from ..kernels.packing import nibbles, pack, padded_width
 from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
-from .hadamard import rotate, rotation_constants, to_integers
+from .hadamard import kernel_constants, rotate, rotation_constants, to_integers
 
 
 LARGEST = 65504.0  # of fp16
@@ -90,7 +90,11 @@ class TurboQuantCodec(Codec):
 
     def to(self, device: torch.device) -> None:
         super().to(device)
-        self.constants = codebook_constants(self.width, self.bits, torch.device(device))
+        device = torch.device(device)
+        self.constants = {
+            **codebook_constants(self.width, self.bits, device),
+            **kernel_constants(self.width, device),
+        }
 
     def encode(self, tokens: Tensor) -> Packed:
         integers, unit = to_integers(tokens)
