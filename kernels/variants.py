@@ -1,0 +1,32 @@
+"""What one compiled form of a kernel is: for compiling ahead of time, with no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Variant(NamedTuple):
+    """A kernel with its argument types, constants and launch options. A kernel module lists its own in `variants()`.
+
+    Attributes:
+        name: unique in its module, such as "float16 rank 64 head_dim 128".
+        kernel: the `@triton.jit` function.
+        signature: type of every argument that is not a constant, by name: "*bf16", "*u8", "*i8", "*fp32", "i32",
+            "i64", "fp32", ... ("*" for a pointer).
+        constexprs: value of every `tl.constexpr` argument, by name. None for an argument without a value.
+        num_warps: warps of a program.
+        num_stages: stages of the software pipeline.
+        divisible: arguments (pointers and whole numbers) known at launch to be multiples of 16, by name; None for all
+            pointers, as torch allocates them.
+        smallest_architecture: compute capability below which it is never launched, such as 89 for fp8 products.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constexprs: Mapping[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
+    divisible: tuple[str, ...] | None = None
+    smallest_architecture: int = 80
