@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
+ARCHITECTURES = (80, 89, 90, 100, 120)
+
+
 class Variant(NamedTuple):
     """A kernel with its argument types, constants and launch options. A kernel module lists its own in `variants()`.
 
@@ -19,7 +22,7 @@ class Variant(NamedTuple):
         num_stages: stages of the software pipeline.
         divisible: arguments (pointers and whole numbers) known at launch to be multiples of 16, by name; None for all
             pointers, as torch allocates them.
-        smallest_architecture: compute capability below which it is never launched, such as 89 for fp8 products.
+        architectures: compute capabilities on which it is launched.
     """
 
     name: str
@@ -29,4 +32,4 @@ class Variant(NamedTuple):
     num_warps: int = 4
     num_stages: int = 3
     divisible: tuple[str, ...] | None = None
-    smallest_architecture: int = 80
+    architectures: tuple[int, ...] = ARCHITECTURES
