@@ -161,7 +161,12 @@ def covering(variants: Iterable[Variant]) -> list[Variant]:
 def check(module: str, plan: Iterable[tuple[Variant, int]]) -> Iterator[dict[str, object]]:
     """Compile what is planned: one row each, with what is wrong or None."""
     for variant, architecture in plan:
-        row = {"module": module, "variant": variant.name, "architecture": architecture}
+        row = {
+            "module": module,
+            "kernel": variant.kernel.__name__,
+            "variant": variant.name,
+            "architecture": architecture,
+        }
         try:
             resources = compile_variant(variant, architecture)
         except Exception as error:  # whatever a compiler raises is this variant's result
