@@ -8,11 +8,11 @@ import math
 import pytest
 import torch
 
+from hf_wsvd.kernels.packing import pack, packed_width, unpack
 from hf_wsvd.quantizer_config import SCHEME_BITS, StorageSpec
 from hf_wsvd.rotations import spreading_rotation
 from hf_wsvd.storage.codec import Packed
 from hf_wsvd.storage.hadamard import block_size, rotate, rotation_constants, to_integers
-from hf_wsvd.storage.packing import pack, packed_width, unpack
 from hf_wsvd.storage.registry import make_codec, register_codec
 from hf_wsvd.storage.turboquant import normal_centroids
 
@@ -404,3 +404,43 @@ def test_registered_codecs_are_made(monkeypatch):
     monkeypatch.setattr("hf_wsvd.storage.registry._BUILDERS", {})
     register_codec("own", lambda spec, width: (spec.bits, width))
     assert make_codec(StorageSpec("own", 5), 64) == (5, 64)
+
+
+# For kernels
+
+
+@every(SPECS)
+@pytest.mark.parametrize("width", [64, 80, 256])
+def test_tokens_as_kernels_take_them_read_the_same(spec, width):
+    """`scale * level + zero` of `StoredTokens`, turned back by the codec's rotation."""
+    spec = spec._replace(group_size=16) if spec.scheme in ("minmax", "hadamard") else spec
+    codec = codec_of(spec, width)
+    packed = codec.encode(gaussian(2, 3, 5, width))
+    stored = codec.stored(packed)
+    assert stored.width == width
+    if stored.code == "float":
+        numbers = stored.payload.float()
+    elif stored.code == "fp8":
+        numbers = stored.payload.view(torch.float8_e4m3fn).float() * stored.head_scales[:, None, None]
+    else:
+        codes = unpack(stored.payload, width, stored.bits)
+        if stored.code == "codebook":
+            levels = stored.levels[codes.int()]
+        elif stored.code == "asymmetric":
+            levels = codes.float()
+        else:
+            levels = {
+                8: lambda: codes.view(torch.int8).float(),
+                4: lambda: codes.float() - 8,
+                3: lambda: 2 * codes.float() - 7,
+                2: lambda: 2 * codes.float() - 3,
+            }[stored.bits]()
+        scales = stored.scales.float().repeat_interleave(width // stored.groups, dim=-1)
+        zeros = 0
+        if stored.code == "asymmetric":
+            scales, zeros = scales.chunk(2, dim=-1)
+        numbers = levels * scales + zeros
+    rotation = codec.rotation()
+    assert (rotation is not None) == (spec.scheme in ("hadamard", "turboquant"))
+    read = numbers if rotation is None else numbers @ rotation.T
+    torch.testing.assert_close(read, codec.decode(packed, torch.float32), rtol=1e-5, atol=1e-5)

@@ -16,10 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_wsvd.kernels.packing import packed_width
 from hf_wsvd.quantizer_config import StorageSpec
 from hf_wsvd.storage import make_store
 from hf_wsvd.storage.build import codec_for
-from hf_wsvd.storage.packing import packed_width
 from hf_wsvd.storage.token_buffer import TokenBuffer
 
 

@@ -8,6 +8,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.stored_tokens import StoredTokens
+
 
 class Packed(NamedTuple):
     """Tokens in the form in which they are kept.
@@ -51,6 +53,15 @@ class Codec(ABC):
     def decode_into(self, packed: Packed, out: Tensor) -> None:
         """The same, written into `out [B, H, N, width]`, in its dtype."""
         out.copy_(self.decode(packed, out.dtype))
+
+    def stored(self, packed: Packed) -> StoredTokens | None:
+        """The same tokens as kernels take them, views; None for a scheme that kernels do not know."""
+        return None
+
+    def rotation(self) -> Tensor | None:
+        """What turns tokens before they are coded, fp32 `[width, width]`: a token reads as `numbers @ rotation.T`,
+        numbers as `StoredTokens` has them. None for none, and before `to`."""
+        return None
 
     def to(self, device: torch.device) -> None:
         """Bring state and constants to `device`; schemes with constants fill them here from a shared store."""

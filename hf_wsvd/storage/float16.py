@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
 
 
@@ -29,3 +30,6 @@ class CastCodec(Codec):
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         return packed.payload.to(dtype)
+
+    def stored(self, packed: Packed) -> StoredTokens:
+        return StoredTokens(packed.payload, None, self.width)

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
 
 
@@ -42,3 +43,8 @@ class Fp8Codec(Codec):
         # A scale of fp16 would lose bits of small heads and overflow for large ones.
         values = packed.payload.view(torch.float8_e4m3fn).to(torch.float32 if dtype == torch.float16 else dtype)
         return (values if scale is None else values.mul_(scale.to(values.dtype))).to(dtype)
+
+    def stored(self, packed: Packed) -> StoredTokens:
+        scale = self.state.get("scale")
+        head_scales = None if scale is None else scale.flatten()
+        return StoredTokens(packed.payload, None, self.width, "fp8", 8, head_scales)

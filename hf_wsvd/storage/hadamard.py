@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..kernels.stored_tokens import StoredTokens
 from ..rotations import spreading_rotation
 from .codec import Codec, Packed
 from .minmax import MinMaxCodec
@@ -32,6 +33,14 @@ def rotation_constants(size: int, device: torch.device) -> dict[str, Tensor]:
         "rotation": exact.to(device, torch.float32),
         "integers": (exact / ROTATION_UNIT).round().to(device, wide),
     }
+
+
+@lru_cache(maxsize=64)
+def whole_rotation(width: int, device: torch.device) -> Tensor:
+    """`rotation` of `block_size(width)` channels on every block, `[width, width]` fp32."""
+    size = block_size(width)
+    rotation = rotation_constants(size, device)["rotation"]
+    return rotation if size == width else torch.block_diag(*[rotation] * (width // size))
 
 
 def to_integers(tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,3 +85,9 @@ class HadamardCodec(Codec):
         # fp32 also for bf16, whose matmul takes ten times as long on a CPU.
         rotated = self.minmax.decode(packed, torch.float32).unflatten(-1, self.blocks)
         return (rotated @ self.constants["rotation"].T).flatten(-2).to(dtype)
+
+    def stored(self, packed: Packed) -> StoredTokens:
+        return self.minmax.stored(packed)
+
+    def rotation(self) -> Tensor | None:
+        return whole_rotation(self.width, self.constants["rotation"].device) if self.constants else None

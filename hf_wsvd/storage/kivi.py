@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..kernels.packing import pack, packed_width, padded_width, unpack, unpack_into
 from .modes import unaffected
-from .packing import pack, packed_width, padded_width, unpack, unpack_into
 from .store import Piece, Store, check_like, check_names
 from .token_buffer import TokenBuffer
 from .whole import WholeStore

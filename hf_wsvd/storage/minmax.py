@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.packing import pack, padded_width, unpack_into
+from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
-from .packing import pack, padded_width, unpack_into
 
 
 # Scales are fp16, and so may be what is read: this leaves room for the rounding of a scale.
@@ -108,3 +109,7 @@ class MinMaxCodec(Codec):
             groups.mul_(scale).add_(zero)
         if values is not out:
             out.copy_(values[..., : self.width])
+
+    def stored(self, packed: Packed) -> StoredTokens:
+        code = "symmetric" if self.symmetric else "asymmetric"
+        return StoredTokens(packed.payload, packed.scales, self.width, code, self.bits)

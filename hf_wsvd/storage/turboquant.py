@@ -9,9 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..kernels.packing import nibbles, pack, padded_width
+from ..kernels.stored_tokens import StoredTokens
 from .codec import Codec, Packed
 from .hadamard import rotate, rotation_constants, to_integers
-from .packing import nibbles, pack, padded_width
 
 
 LARGEST = 65504.0  # of fp16
@@ -105,3 +106,10 @@ class TurboQuantCodec(Codec):
         index = nibbles(packed.payload, padded_width(self.width, 3)) if self.bits == 3 else packed.payload
         spread = torch.nn.functional.embedding(index.int(), self.constants["table"]).flatten(-2)
         return (spread @ self.constants["inverse"]).mul_(packed.scales).to(dtype)
+
+    def stored(self, packed: Packed) -> StoredTokens:
+        levels = self.constants["centroids"]
+        return StoredTokens(packed.payload, packed.scales, self.width, "codebook", self.bits, levels=levels)
+
+    def rotation(self) -> Tensor | None:
+        return self.constants.get("rotation")
