@@ -80,7 +80,7 @@ def fused_attention_oracle(
 
 
 def decode_part_oracle(call: DecodeCall, part: DecodePart, split_tokens: int) -> tuple[Tensor, Tensor]:
-    """What a decode kernel writes for one part, in fp64: `partial [B, Hp G, N, splits, width]` and `lse [..., splits]`.
+    """What a kernel writes for one part, in fp64: `partial [B, Hp G, N, splits, width]` and `lse [..., splits]`.
 
     Split i has the slots from `i * split_tokens`. A `lse` is of base 2, -inf where a split saw nothing; there, its
     `partial` is 0 here and unspecified in a kernel.
