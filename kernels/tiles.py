@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -85,7 +84,8 @@ def tile_for(
         "tokens": 1 << max(tokens - 1, 15).bit_length(),  # a longer cache must not mean a new look-up every step
         "rows": batch * kv_heads,
     }
-    _fixed.asked.append(kernel)
+    if _fixed.asked is not None:
+        _fixed.asked.append(kernel)
     if _fixed.tile is not None:
         return _fixed.tile
     return _tile_for(kernel, tuple(operands.items()), str(device), os.environ.get(VARIABLE))
@@ -93,7 +93,7 @@ def tile_for(
 
 class _Fixed:
     tile: Tile | None = None
-    asked: deque[str] | list[str] = deque(maxlen=0)
+    asked: list[str] | None = None
 
 
 _fixed = _Fixed()

@@ -9,7 +9,16 @@ import pytest
 
 from hf_wsvd.kernels import tiles
 from hf_wsvd.kernels.tile_table import SIZES, load
-from hf_wsvd.kernels.tiles import SHIPPED, Tile, file_name, fixed_tile, shipped_table, split_tokens, tile_for, user_table
+from hf_wsvd.kernels.tiles import (
+    SHIPPED,
+    Tile,
+    file_name,
+    fixed_tile,
+    shipped_table,
+    split_tokens,
+    tile_for,
+    user_table,
+)
 
 
 SIZES_OF_A_TILE = {"block_tokens": 64, "split_tokens": 4096, "num_warps": 4, "num_stages": 3, "heads": 1}

@@ -7,15 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.decode_oracle import SYMMETRIC_LEVELS
 from ..kernels.latent_heads import Rotation
+from ..kernels.packing import packed_width
 from ..kernels.stored_tokens import DecodePart, StoredTokens
 
 
 ROPE_BASE = 10_000.0
-CODES = ("float", "fp8", "symmetric", "asymmetric", "codebook")
-# Bits of codes, in which they are bytes side by side, see `kernels.packing`.
-BITS_OF_A_CODE = {"float": (16, 32), "fp8": (8,), "symmetric": (8, 4, 3, 2), "asymmetric": (8, 4, 3, 2)}
-BITS_OF_A_CODE["codebook"] = (4, 3, 2)
+BITS_OF_A_CODE = {
+    "float": (16, 32),
+    "fp8": (8,),
+    "symmetric": (8, 4, 3, 2),
+    "asymmetric": (8, 4, 3, 2),
+    "codebook": (4, 3, 2),
+}
 
 
 class DecodeShape(NamedTuple):
@@ -121,16 +126,17 @@ def random_tokens(
             sequence.copy_(torch.randn(sequence.shape, dtype=torch.float16, device=device))
         scales = torch.ones(rows[1], device=device)
         return StoredTokens(levels.view(torch.uint8), None, width, code, bits, head_scales=scales)
-    payload = torch.randint(256, (*rows, _packed_width(width, bits)), dtype=torch.uint8, device=device)
-    spread = 2**bits / 12**0.5  # standard deviation of the codes
-    scale = (torch.rand(*rows, groups, device=device) + 0.5) / (2 * spread if code == "symmetric" and bits in (2,) else spread)
+    payload = torch.randint(256, (*rows, packed_width(width, bits)), dtype=torch.uint8, device=device)
+    step, _ = SYMMETRIC_LEVELS.get(bits, (1, 0)) if code == "symmetric" else (1, 0)
+    spread = (torch.rand(*rows, groups, device=device) + 0.5).half()  # standard deviation of a group's numbers
     if code == "codebook":
-        levels = torch.linspace(-1.7, 1.7, 2**bits, device=device)
-        return StoredTokens(payload, (scale * spread).half(), width, code, bits, levels=levels)
+        return StoredTokens(
+            payload, spread, width, code, bits, levels=torch.linspace(-1.7, 1.7, 2**bits, device=device)
+        )
+    scale = spread / (step * 2**bits / 12**0.5)
     if code == "symmetric":
-        return StoredTokens(payload, scale.half(), width, code, bits)
-    zero = -scale * (2**bits - 1) / 2
-    return StoredTokens(payload, torch.cat([scale, zero], dim=-1).half(), width, code, bits)
+        return StoredTokens(payload, scale, width, code, bits)
+    return StoredTokens(payload, torch.cat([scale, -scale * (2**bits - 1) / 2], dim=-1), width, code, bits)
 
 
 def rotary_rows(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.device | str) -> Rotation:
@@ -138,8 +144,3 @@ def rotary_rows(tokens: int, head_dim: int, dtype: torch.dtype, device: torch.de
     frequencies = ROPE_BASE ** -(torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     angles = torch.arange(tokens, dtype=torch.float64, device=device)[:, None] * frequencies
     return Rotation(angles.cos().to(dtype)[None], angles.sin().to(dtype)[None])
-
-
-def _packed_width(width: int, bits: int) -> int:
-    codes = {8: 1, 4: 2, 3: 8, 2: 4}[bits]  # that fill whole bytes
-    return -(-width // codes) * codes * bits // 8
