@@ -92,7 +92,7 @@ def variants() -> Iterator[Variant]:
             combine_kernel,
             arguments,
             constants,
-            CHANGING_OF_MERGE,
+            MERGE_CHANGING,
             4,
             1,
         )
