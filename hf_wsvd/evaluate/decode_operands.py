@@ -65,6 +65,16 @@ class Operands(NamedTuple):
         sides = (self.part.key, self.part.value)
         return sum(tensor.nbytes for side in sides for tensor in (side.payload, side.scales) if tensor is not None)
 
+    def of_sequence(self, index: int) -> Operands:
+        """One sequence of the batch, as a batch of one."""
+
+        def one(stored: StoredTokens) -> StoredTokens:
+            scales = None if stored.scales is None else stored.scales[index : index + 1]
+            return stored._replace(payload=stored.payload[index : index + 1], scales=scales)
+
+        part = self.part._replace(key=one(self.part.key), value=one(self.part.value))
+        return self._replace(query=self.query[index : index + 1], part=part)
+
 
 def random_operands(
     shape: DecodeShape,
