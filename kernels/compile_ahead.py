@@ -28,7 +28,7 @@ from .variants import ARCHITECTURES, Variant
 # Capability").
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-PLANNED_FIRST = 90
+COVERED = 90  # the architecture for which a quick check covers all types and constants
 
 
 class Resources(NamedTuple):
@@ -130,16 +130,14 @@ def full_plan(variants: Iterable[Variant], architectures: Iterable[int]) -> Iter
         yield from ((variant, architecture) for architecture in variant.architectures if architecture in wanted)
 
 
-def covering_plan(variants: Iterable[Variant]) -> Iterator[tuple[Variant, int]]:
-    """Every variant for sm_90, and on the other architectures, in turn, few that show all types and constants."""
+def covering_plan(variants: Iterable[Variant]) -> list[tuple[Variant, int]]:
+    """Few variants that show all types and constants for sm_90, and one of each kernel for every other architecture."""
     variants = list(variants)
-    yield from full_plan(variants, [PLANNED_FIRST])
-    others = [architecture for architecture in ARCHITECTURES if architecture != PLANNED_FIRST]
-    chosen = covering(variants)
-    for turn in range(max(len(chosen), len(others) if chosen else 0)):
-        variant, architecture = chosen[turn % len(chosen)], others[turn % len(others)]
-        if architecture in variant.architectures:
-            yield variant, architecture
+    plan = list(full_plan(covering(variants), [COVERED]))
+    for architecture in ARCHITECTURES:
+        served = [variant for variant in variants if architecture in variant.architectures and architecture != COVERED]
+        plan += [(variant, architecture) for variant in {variant.kernel: variant for variant in served}.values()]
+    return plan
 
 
 def covering(variants: Iterable[Variant]) -> list[Variant]:
@@ -179,7 +177,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("modules", nargs="*", help="of hf_wsvd.kernels; default: all that list variants")
     parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
-    parser.add_argument("--covering", action="store_true", help="all variants for sm_90, of others a covering few")
+    parser.add_argument("--covering", action="store_true", help="a covering few for sm_90, fewer for others")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("INDEX", "COUNT"), help="of the work")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)  # before a kernel module is imported: interpreted kernels do not compile
@@ -189,7 +188,7 @@ def main() -> None:
         for module in arguments.modules or kernel_modules():
             listed = variants_of(module)
             plan = covering_plan(listed) if arguments.covering else full_plan(listed, arguments.architectures)
-            for row in check(module, plan):
+            for row in check(module, list(plan)[arguments.share[0] :: arguments.share[1]]):
                 failed |= row["complaint"] is not None
                 print(json.dumps(row) if arguments.json else _line(row), flush=True)
     sys.exit(failed)
