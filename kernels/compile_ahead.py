@@ -131,7 +131,7 @@ def full_plan(variants: Iterable[Variant], architectures: Iterable[int]) -> Iter
 
 
 def covering_plan(variants: Iterable[Variant]) -> list[tuple[Variant, int]]:
-    """Few variants that show all types and constants for sm_90, and one of each kernel for every other architecture."""
+    """Few variants that show all types and constants for sm_90, and one of each kernel for the other architectures."""
     variants = list(variants)
     plan = list(full_plan(covering(variants), [COVERED]))
     for architecture in ARCHITECTURES:
