@@ -21,6 +21,8 @@ STEP = DecodeCase(batch=2, heads=4, tokens=1000, head_dim=128, key_rank=64, valu
 GROUPED = replace(STEP, group=4)
 SEVEN = replace(STEP, group=7, heads=2)
 SEVERAL = replace(GROUPED, queries=5)
+# Heads as caches of dense layers keep them: whole, and rotated before they are kept.
+WHOLE = {"key_rank": 128, "value_rank": 128, "rotated": 0}
 
 
 def _of(case: DecodeCase, code: str, bits: int, groups: int = 1) -> DecodeCase:
@@ -34,13 +36,7 @@ def _in_16_bits(cases: list[DecodeCase]) -> list[DecodeCase]:
 GROUPS: dict[str, list[DecodeCase]] = {
     "codes": _in_16_bits([_of(case, *form) for form in CODED for case in (STEP, GROUPED)]),
     "codes, several queries": _in_16_bits([_of(SEVERAL, *form) for form in CODED[:6]]),
-    "dense heads": _in_16_bits(
-        [
-            _of(replace(case, key_rank=128, value_rank=128, rotated=0), *form)
-            for form in CODED
-            for case in (STEP, SEVEN)
-        ]
-    ),
+    "dense heads": _in_16_bits([_of(replace(case, **WHOLE), *form) for form in CODED for case in (STEP, SEVEN)]),
     "peaked": _in_16_bits([_of(replace(case, peak=50.0), *form) for form in CODED[:6] for case in (STEP, GROUPED)]),
     "sizes": _in_16_bits(
         [
@@ -97,9 +93,7 @@ GROUPS: dict[str, list[DecodeCase]] = {
 
 # For compute-sanitizer: a few of everything, short.
 SMALL = [
-    replace(
-        case, tokens=min(case.tokens, 97), batch=2, lengths=(97, 5) if case.mask is None else None, dtype="bfloat16"
-    )
+    replace(case, tokens=97, lengths=None if case.mask else (97, 5), dtype="bfloat16")
     for case in (
         *[_of(case, *form) for form in CODED[:6] for case in (STEP, GROUPED)],
         replace(STEP, head_dim=80, key_rank=33, value_rank=21, strided=True, poison=True),
