@@ -161,7 +161,8 @@ def combine_kernel(
         mixed = mixed * decay + tl.sum(parts * weights[:, None], 0)
         total = total * decay + tl.sum(weights, 0)
     seen_any = total > 0
-    mixed /= tl.where(seen_any, total, 1.0)
+    total = tl.where(seen_any, total, 1.0)
+    mixed /= total
     if merged_lse is not None:
         target = (batch * layer_heads + layer_head) * tl.num_programs(1) + number
         tl.store(merged_lse + target, highest + tl.log2(total))

@@ -54,7 +54,7 @@ def part_heads(part: DecodePart) -> tuple[int, ...]:
 
 def layer_heads(parts: Sequence[DecodePart]) -> int:
     """KV heads of the layer of which `parts` are all tokens."""
-    return max((max(part_heads(part), default=-1) for part in parts), default=-1) + 1
+    return max([-1, *(head for part in parts for head in part_heads(part))]) + 1
 
 
 def sequence_tokens(

@@ -53,9 +53,10 @@ def check_parts(parts: Sequence[DecodePart], query: Tensor) -> None:
     for number, part in enumerate(parts):
         check_part(f"parts[{number}]", part, query)
     count = layer_heads(parts)
-    missing = set(range(count)).difference(*map(part_heads, parts))
+    present = [head for part in parts for head in part_heads(part)]
+    missing = [head for head in range(count) if head not in present]
     if missing:
-        refuse("parts", f"(no tokens of heads {sorted(missing)})", f"all heads up to the largest, {count - 1}")
+        refuse("parts", f"(no tokens of heads {missing})", f"all heads up to the largest, {count - 1}")
     if query.shape[1] % count:
         refuse("query.shape[1]", query.shape[1], f"a multiple of the {count} KV heads")
 

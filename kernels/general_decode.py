@@ -286,8 +286,9 @@ def general_decode_kernel(
     query_heads = tl.num_programs(1) * group
     target = (batch * query_heads + head * group + row // queries) * queries + number
     target = target * splits + split
+    total = tl.where(total == 0, 1.0, total)  # of a row that saw nothing
     tl.store(lse + target, highest + tl.log2(total), mask=row_inside)
     channels = tl.arange(0, VALUE_BLOCK)
-    mixed /= tl.where(total == 0, 1.0, total)[:, None]
+    mixed /= total[:, None]
     inside = row_inside[:, None] & (channels < VALUE_WIDTH)[None, :]
     tl.store(partial + target[:, None] * VALUE_WIDTH + channels[None, :], mixed, mask=inside)

@@ -16,7 +16,6 @@ from .tiles import Tile, tile_for
 
 
 SMALLEST_BLOCK = 16  # that a product on tensor cores takes
-LARGEST_ROW_BLOCK = 64  # rows of a program; more are divided over the grid
 
 
 def general_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
@@ -46,10 +45,10 @@ def general_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None)
 
 
 def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
-    """The entry of the tile tables for a part, by shapes alone."""
+    """The entry of the tile tables for a part, by shapes alone; smaller where its loads take more registers."""
     batch, _, queries, head_dim = call.query.shape
     heads, slots = part.key.payload.shape[1:3]
-    return tile_for(
+    tile = tile_for(
         "general",
         head_dim=head_dim,
         key_rank=part.key.width,
@@ -62,6 +61,19 @@ def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
         kv_heads=heads,
         device=call.query.device,
     )
+    large = part.key_up is not None and block(part.key.width) * head_dim > 64 * 128
+    if call.query.dtype == torch.float32:  # twice the room; for checks rather than for speed
+        return tile._replace(block_tokens=16, num_warps=8 if large else 4, num_stages=1)
+    # Where rows of the payload are not whole vectors of a load, addresses fill the registers; else an expansion may.
+    ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))
+    if ragged or large or row_block(call) > 32:
+        return tile._replace(block_tokens=min(tile.block_tokens, 32), num_warps=8)
+    return tile
+
+
+def row_block(call: DecodeCall) -> int:
+    """Query rows of a program: all of the group where that fits."""
+    return min(block(call.group * call.query.shape[2]), 64 if call.query.shape[3] <= 128 else 16)
 
 
 def launch_arguments(
@@ -120,7 +132,7 @@ def launch_arguments(
         "NORM_BEFORE": norm is not None and norm.before,
         **_stored_constants("KEY", part.key),
         **_stored_constants("VALUE", part.value),
-        "ROWS": min(block(call.group * query.shape[2]), LARGEST_ROW_BLOCK),
+        "ROWS": row_block(call),
     }
     return arguments, constants
 

@@ -199,6 +199,53 @@ def found_and_wanted(case: DecodeCase) -> tuple[np.ndarray, np.ndarray]:
     return found.double().numpy(), fused_attention_oracle(*args, **keywords).numpy()
 
 
+def split_and_merged(case: DecodeCase, split_tokens: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What both stages give and what they should, for a case of one part; unseen splits' `partial` as 0."""
+    from hf_wsvd.kernels.combine import combine, combine_oracle
+    from hf_wsvd.kernels.decode_call import DecodeCall, layer_heads
+    from hf_wsvd.kernels.decode_oracle import decode_part_oracle
+    from hf_wsvd.kernels.general_launch import choose_tile, general_decode
+
+    (query, (part,), rotation, mask), keywords = operands(case)
+    call = DecodeCall(query, layer_heads([part]), case.tokens, rotation=rotation, mask=mask, **keywords)
+    tile = choose_tile(part, call)._replace(split_tokens=split_tokens, block_tokens=16)
+    partial, lse = general_decode(part, call, tile)
+    wanted_partial, wanted_lse = decode_part_oracle(call, part, split_tokens)
+    partial = torch.where(lse[..., None] == -torch.inf, float("nan"), partial)  # unspecified
+    out = torch.full((case.batch, case.queries, case.heads * case.group, case.head_dim), float("nan"))
+    merged = out.new_empty(case.batch, case.heads * case.group, case.queries)
+    combine(partial, lse, out, merged, part.value_up, part.value_bias, None, case.group)
+    wanted_out, wanted_merged = combine_oracle(partial, lse, part.value_up, part.value_bias)
+    pairs = {
+        "partial": (partial.nan_to_num(0), wanted_partial),
+        "lse": (lse, wanted_lse),
+        "out": (out, wanted_out),
+        "merged lse": (merged, wanted_merged),
+    }
+    return {name: (found.double().numpy(), wanted.numpy()) for name, (found, wanted) in pairs.items()}
+
+
+def check_operator(case: DecodeCase) -> None:
+    """The operator's schema, fake tensors and dispatch, by the checks of torch itself."""
+    from hf_wsvd.kernels.ops import flatten, fused_attention_op
+
+    (query, parts, rotation, mask), keywords = operands(case)
+    rows = (None, None, False) if rotation is None else rotation
+    norm = (None, 0.0, True) if keywords["norm"] is None else keywords["norm"]
+    named = [keywords[name] for name in ("scaling", "softcap", "window", "lengths", "starts")]
+    args = (query, *flatten(parts), *rows, mask, *named, *norm)
+    torch.library.opcheck(fused_attention_op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def compiled_and_eager(case: DecodeCase) -> tuple[np.ndarray, np.ndarray]:
+    """`fused_attention` traced into one graph, and not traced."""
+    from hf_wsvd.kernels.fused_attention import fused_attention
+
+    args, keywords = operands(case)
+    compiled = torch.compile(fused_attention, fullgraph=True, backend="aot_eager")
+    return compiled(*args, **keywords).numpy(), fused_attention(*args, **keywords).numpy()
+
+
 @contextmanager
 def interpreting_process() -> Iterator[Callable]:
     """`run(function, *args)` in a process of its own, where Triton interprets: that is settled when it is imported."""

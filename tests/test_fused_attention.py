@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
-from kernel_cases import DecodeCase, found_and_wanted, interpreting_process
+import torch
+from kernel_cases import (
+    DecodeCase,
+    check_operator,
+    compiled_and_eager,
+    found_and_wanted,
+    interpreting_process,
+    operands,
+    split_and_merged,
+)
+
+from hf_wsvd.kernels.decode_oracle import read_tokens
+from hf_wsvd.kernels.fused_attention import fused_attention
+from hf_wsvd.kernels.ops import results_of_parts
+from hf_wsvd.kernels.stored_tokens import KeyNormWeights
+from hf_wsvd.storage.fp8 import Fp8Codec
+from hf_wsvd.storage.hadamard import HadamardCodec
+from hf_wsvd.storage.minmax import MinMaxCodec
+from hf_wsvd.storage.turboquant import TurboQuantCodec
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +47,8 @@ CODED = [
     *[("codebook", bits, 1) for bits in (4, 3, 2)],
     ("fp8", 8, 1),
 ]
-WIDE = {"group": 2, "queries": 3}
+WIDE = {"group": 2, "queries": 3, "batch": 1}
+ASYMMETRIC = {"code": "asymmetric", "bits": 4}
 
 CASES = [
     DecodeCase(),
@@ -74,14 +95,14 @@ CASES = [
     *[DecodeCase(mask=mask, window=window, **WIDE) for mask, window in (("bool", None), ("by_head", 20))],
     *[DecodeCase(mask=mask, dtype=dtype) for mask in ("additive", "lowest") for dtype in ("float32", "float16")],
     *[DecodeCase(window=window, tokens=150, **WIDE) for window in (1, 40, 1000)],
-    DecodeCase(lengths=(70, 31), starts=(3, 30), window=20, row_batch=2, **WIDE),
+    DecodeCase(lengths=(70, 31), starts=(3, 30), window=20, row_batch=2, group=2, queries=3),
     *[
         DecodeCase(code=code, bits=bits, lengths=(70, 5), starts=(33, 0), poison=True, bias=True, group=2)
         for code, bits in (("float", 0), ("fp8", 8), ("asymmetric", 4))
     ],
     DecodeCase(lengths=(64, 100), tokens=70),  # a length that is none
     *[
-        DecodeCase(places=True, poison=True, code=code, bits=bits, lengths=(60, 70), window=window, **WIDE)
+        DecodeCase(places=True, poison=True, code=code, bits=bits, lengths=(60, 70), window=window, queries=2)
         for code, bits, window in (("float", 0, None), ("symmetric", 4, 30))
     ],
     DecodeCase(places=True, rotated=0, mask="by_head", **WIDE),
@@ -106,6 +127,145 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_match_the_definition(interpreted, case):
     assert_close(*interpreted(found_and_wanted, case), case)
+
+
+def test_a_query_with_nothing_to_see_gets_zeros(interpreted):
+    """Not even the values' bias; whether a start, a length or the mask hides it."""
+    case = DecodeCase(batch=3, queries=2, lengths=(70, 0, 20), starts=(3, 0, 20), bias=True, guarded=True)
+    found, _ = interpreted(found_and_wanted, case)
+    assert np.abs(found[0]).min() > 0
+    assert not found[1:].any()
+
+
+@pytest.mark.parametrize("split_tokens", [16, 48, 96])
+def test_both_stages_match_their_twins_for_any_split(interpreted, split_tokens):
+    case = DecodeCase(group=3, queries=2, lengths=(70, 20), value_rank=16, bias=True, code="symmetric", bits=8)
+    for found, wanted in interpreted(split_and_merged, case, split_tokens).values():
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6)
+
+
+def test_the_operator_is_one_that_torch_can_trace(interpreted):
+    interpreted(check_operator, DecodeCase(lengths=(70, 20), norm="before", guarded=True, **ASYMMETRIC))
+
+
+def test_a_call_is_traced_into_one_graph(interpreted):
+    case = DecodeCase(lengths=(70, 20), mask="bool", norm="before", segments=True, softcap=3.0, **ASYMMETRIC)
+    found, wanted = interpreted(compiled_and_eager, case)
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("heads", "results"),
+    [
+        ([(0, 1)], [0]),
+        ([(0, 2), (1,)], [0, 0]),
+        ([(0, 1), (0, 1)], [0, 1]),
+        ([(1,), (0, 2), (1,), (0, 2)], [0, 0, 1, 1]),
+        ([(0, 1), (0,), (1,)], [0, 1, 1]),
+    ],
+)
+def test_parts_share_a_result_unless_they_have_a_head_in_common(heads, results):
+    assert results_of_parts(heads) == results
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [
+        *[MinMaxCodec(24, bits, 8, symmetric) for bits in (8, 4, 3, 2) for symmetric in (False, True)],
+        MinMaxCodec(13, 3),
+        HadamardCodec(24, 4),
+        *[TurboQuantCodec(24, bits) for bits in (4, 3, 2)],
+        Fp8Codec(24),
+    ],
+    ids=lambda codec: type(codec).__name__ + str(getattr(codec, "bits", "")),
+)
+def test_the_oracle_reads_what_codecs_keep(codec):
+    codec.to(torch.device("cpu"))
+    packed = codec.encode(torch.randn(2, 3, 5, codec.width))
+    tokens = read_tokens(codec.stored(packed))
+    if codec.rotation() is not None:
+        tokens = tokens @ codec.rotation().double().T
+    torch.testing.assert_close(tokens, codec.decode(packed, torch.float32).double(), rtol=1e-5, atol=1e-5)
+
+
+def changed_part(**fields):
+    return lambda args, keywords: args[1].__setitem__(0, args[1][0]._replace(**fields))
+
+
+def changed_key(**fields):
+    return lambda args, keywords: args[1].__setitem__(0, args[1][0]._replace(key=args[1][0].key._replace(**fields)))
+
+
+def changed(position: int, value):
+    return lambda args, keywords: args.__setitem__(position, value(args[position]))
+
+
+REFUSED = {
+    "query=": changed(0, lambda query: query[0]),
+    "query.dtype=": changed(0, lambda query: query.double()),
+    "query.shape[1]=3": changed(0, lambda query: query[:, :3]),
+    "query.shape[2]=17": changed(0, lambda query: query[:, :, :1].expand(-1, -1, 17, -1)),
+    "query.shape[3]=272": changed(0, lambda query: query.repeat(1, 1, 1, 17)),
+    "query.stride()": changed(0, lambda query: query.repeat(1, 1, 1, 2)[..., ::2]),
+    "query.device=meta": changed(0, lambda query: query.to("meta")),
+    "parts=[]": changed(1, lambda parts: []),
+    "parts=(no tokens of heads [0])": changed_part(heads=(1, 2)),
+    "parts[0].heads=(0, 0)": changed_part(heads=(0, 0)),
+    "parts[0].heads=(0,)": changed_part(heads=(0,)),
+    "parts[0].first=-1": changed_part(first=-1),
+    "parts[0].places=": changed_part(places=torch.zeros(2, 71, dtype=torch.int32)),
+    "parts[0].places.dtype=": changed_part(places=torch.zeros(2, 70, dtype=torch.int64)),
+    "parts[0].key_up=None": changed_part(key_up=None),
+    "parts[0].key_up=[2, 16, 9]": changed_part(key_up=torch.zeros(2, 16, 9)),
+    "parts[0].key_up.stride()": changed_part(key_up=torch.zeros(2, 8, 16).transpose(1, 2)),
+    "parts[0].key_up.device=meta": changed_part(key_up=torch.zeros(2, 16, 8, device="meta")),
+    "parts[0].value_bias=[2, 15]": changed_part(value_bias=torch.zeros(2, 15)),
+    "parts[0].key.code='int4'": changed_key(code="int4"),
+    "parts[0].key.bits=5": changed_key(bits=5),
+    "parts[0].key.width=0": changed_key(width=0),
+    "parts[0].key.payload=[2, 2, 70, 4]": changed_key(bits=8),
+    "parts[0].key.payload.dtype=": changed_key(payload=torch.zeros(2, 2, 70, 4)),
+    "parts[0].key.payload.stride()": changed_key(payload=torch.zeros(2, 2, 4, 70, dtype=torch.uint8).mT),
+    "parts[0].key.scales=None": changed_key(scales=None),
+    "parts[0].key.scales=[2, 2, 70, 3]": changed_key(scales=torch.zeros(2, 2, 70, 3).half()),
+    "parts[0].key.scales=[2, 2, 70, 6]": changed_key(scales=torch.zeros(2, 2, 70, 6).half()),
+    "parts[0].key.scales.dtype=": changed_key(scales=torch.zeros(2, 2, 70, 2)),
+    "parts[0].key.head_scales=": changed_key(head_scales=torch.ones(2)),
+    "parts[0].key.levels=": changed_key(levels=torch.zeros(16)),
+    "rotation.cos=": changed(2, lambda rows: rows._replace(cos=rows.cos[:, :69])),
+    "rotation.sin=": changed(2, lambda rows: rows._replace(sin=rows.sin[..., :7])),
+    "mask=": changed(3, lambda mask: torch.ones(2, 1, 1, 69).bool()),
+    "mask.dtype=": changed(3, lambda mask: torch.ones(2, 1, 1, 70).int()),
+    "lengths=[3]": lambda args, keywords: keywords.update(lengths=torch.zeros(3, dtype=torch.int32)),
+    "lengths.dtype=": lambda args, keywords: keywords.update(lengths=torch.zeros(2, dtype=torch.int64)),
+    "starts=[1]": lambda args, keywords: keywords.update(starts=torch.zeros(1, dtype=torch.int32)),
+    "softcap=0": lambda args, keywords: keywords.update(softcap=0.0),
+    "window=0": lambda args, keywords: keywords.update(window=0),
+    "norm.weight=[15]": lambda args, keywords: keywords.update(norm=KeyNormWeights(torch.ones(15), 1e-6)),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_named_before_anything_is_launched(message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args, keywords = operands(DecodeCase(group=2, queries=2, **ASYMMETRIC))
+    REFUSED[message](args, keywords)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        fused_attention(*args, **keywords)
+
+
+def test_the_length_of_a_sequence_must_be_known(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args, keywords = operands(DecodeCase(rotated=0, places=True))
+    with pytest.raises(ValueError, match="lengths"):
+        fused_attention(*args, **keywords)
+
+
+def test_a_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    args, keywords = operands(DecodeCase())
+    with pytest.raises(ValueError, match=re.escape("query.device=cpu")):
+        fused_attention(*args, **keywords)
 
 
 @pytest.mark.slow
