@@ -61,13 +61,17 @@ def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
         kv_heads=heads,
         device=call.query.device,
     )
-    large = part.key_up is not None and block(part.key.width) * head_dim > 64 * 128
-    if call.query.dtype == torch.float32:  # twice the room; for checks rather than for speed
-        return tile._replace(block_tokens=16, num_warps=8 if large else 4, num_stages=1)
-    # Where rows of the payload are not whole vectors of a load, addresses fill the registers; else an expansion may.
-    ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))
-    if ragged or large or row_block(call) > 32:
-        return tile._replace(block_tokens=min(tile.block_tokens, 32), num_warps=8)
+    if call.query.device.type == "cpu":  # interpreted: the fewer steps the better, and nothing can spill
+        return tile
+    # From here on numbers are what the compiler's register counts asked for.
+    if call.query.dtype == torch.float32:  # for checks rather than for speed
+        return tile._replace(block_tokens=16, num_warps=4, num_stages=1)
+    narrow = min(tile.block_tokens, 32)
+    ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))  # no vector loads
+    if ragged or row_block(call) > 32:
+        return tile._replace(block_tokens=narrow, num_warps=8)
+    if part.key_up is not None and block(part.key.width) * head_dim > 64 * 128:
+        return tile._replace(block_tokens=narrow)
     return tile
 
 

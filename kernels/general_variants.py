@@ -58,7 +58,7 @@ FORMS = (
     *(Form(code="asymmetric", bits=bits, groups=2) for bits in (8, 4, 3, 2)),
     *(Form(code="codebook", bits=bits) for bits in (4, 3, 2)),
     Form(code="fp8", bits=8),
-    *(Form(torch.float32, head_dim, rank, bits=32) for head_dim, rank in ((128, 64), (256, 128))),
+    Form(torch.float32, bits=32),
     Form(torch.float16, code="asymmetric", bits=4, rank=62),
     *(Form(rows=rows) for rows in (16, 64)),
     Form(code="symmetric", bits=4, rows=64, head_dim=256, rank=128),

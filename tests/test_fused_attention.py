@@ -56,7 +56,7 @@ CASES = [
     *[DecodeCase(code=code, bits=bits, groups=groups, **WIDE) for code, bits, groups in CODED],
     # Heads that are kept whole, in code; ranks that fill no byte, no group of 16 and no power of two.
     *[
-        DecodeCase(code=code, bits=bits, groups=groups, key_rank=16, value_rank=16, rotated=8)
+        DecodeCase(code=code, bits=bits, groups=groups, key_rank=16, value_rank=16, rotated=8, batch=1)
         for code, bits, groups in CODED
         if bits in (8, 3)
     ],
@@ -74,7 +74,8 @@ CASES = [
             (256, 100, 128, "float32"),
         )
     ],
-    *[DecodeCase(queries=queries, group=group) for queries, group in ((16, 1), (2, 7), (16, 5))],
+    *[DecodeCase(queries=queries, group=group, batch=1) for queries, group in ((16, 1), (2, 7))],
+    DecodeCase(queries=16, group=5, batch=1, heads=1),
     *[DecodeCase(tokens=tokens, queries=min(tokens, 2), rotated=8) for tokens in (1, 2, 63, 64, 65, 129, 200)],
     *[
         DecodeCase(rotated=rotated, interleaved=interleaved, bias=True, key_rank=key_rank, **WIDE)
