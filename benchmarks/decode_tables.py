@@ -1,4 +1,4 @@
-"""Tables of one decode step over latents against dense attention."""
+"""Tables of the decode kernels: how fast against dense attention, how right against the definition."""
 
 from typing import Any
 
@@ -59,6 +59,21 @@ def decode_baselines(results: dict[str, Any]) -> str:
             )
         seen.add(tuple(shape))
     return with_note(markdown_table(["heads", "batch x tokens", *names], lines), "Milliseconds", results)
+
+
+def kernels_check(results: dict[str, Any]) -> str:
+    """The largest error by group of cases, dtype and kernel, beside what rounding explains."""
+    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in results["rows"]:
+        found.setdefault((row["group"], row["dtype"], " + ".join(row["kernels"])), []).append(row)
+    lines = []
+    for key, rows in found.items():
+        worst = max(rows, key=lambda row: row["error"] - row["tolerance"])
+        wrong = sum(row["complaint"] is not None for row in rows)
+        lines.append([*key, str(len(rows)), f"{worst['error']:.1e}", f"{worst['tolerance']:.1e}", str(wrong)])
+    note = "Relative errors against the definition in fp64, of the case that comes closest to what is allowed"
+    header = ["", "dtype", "kernel", "cases", "error", "allowed", "wrong"]
+    return with_note(markdown_table(header, lines), note, results)
 
 
 def form_name(code: str, bits: int) -> str:

@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from hf_wsvd.files import write_text
 from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
 from hf_wsvd.kernels.fused_attention import fused_attention
 from hf_wsvd.kernels.tiles import fixed_tile
-from kernels_check_cases import GROUPS, SMALL
+from kernels_check_cases import GROUPS, SMALL, STEP
 from record import command_line
 
 
@@ -88,12 +89,15 @@ def in_processes(cases: list[tuple[str, DecodeCase]], processes: int) -> list[Ou
 
 
 def checked(group: str, case: DecodeCase) -> Outcome:
-    """Run a case twice and compare with the definition and with itself."""
-    args, keywords = on_device(operands(case))
-    with torch.inference_mode(), fixed_tile(None) as asked:
-        found = fused_attention(*args, **keywords)
-        again = fused_attention(*args, **keywords)
-    wanted = fused_attention_oracle(*args, **keywords)
+    """Run a case twice and compare with the definition and with itself; whatever is raised is its outcome."""
+    try:
+        args, keywords = on_device(operands(case))
+        with torch.inference_mode(), fixed_tile(None) as asked:
+            found = fused_attention(*args, **keywords)
+            again = fused_attention(*args, **keywords)
+        wanted = fused_attention_oracle(*args, **keywords)
+    except Exception as error:
+        return Outcome(group, str(case), case.dtype, [], float("inf"), 0.0, f"{type(error).__name__}: {error}")
     complaint = None if torch.equal(found, again) else "not repeatable"
     return judged(group, str(case), case, asked, found, wanted, complaint)
 
@@ -132,8 +136,8 @@ def on_device(value: Any) -> Any:
 def graph_replays() -> Iterable[Outcome]:
     """A captured call whose lengths and query change between replays."""
     for dtype, code, bits in (("bfloat16", "float", 0), ("float16", "symmetric", 4)):
-        case = DecodeCase(
-            *(dtype, 2, 4, 2, 1, 3000, 128, 64, 64, code, bits), lengths=(3000, 1), starts=(0, 0), segments=True
+        case = replace(
+            STEP, dtype=dtype, tokens=3000, code=code, bits=bits, segments=True, lengths=(3000, 1), starts=(0, 0)
         )
         args, keywords = on_device(operands(case))
         with torch.inference_mode():
@@ -155,7 +159,7 @@ def graph_replays() -> Iterable[Outcome]:
 def compiled() -> Iterable[Outcome]:
     """One graph of `torch.compile`, with what surrounds the call."""
     for code, bits, group in (("float", 0, 1), ("asymmetric", 4, 4)):
-        case = DecodeCase("bfloat16", 2, 4, group, 1, 777, 128, 64, 64, code, bits, lengths=(777, 500))
+        case = replace(STEP, dtype="bfloat16", group=group, code=code, bits=bits, lengths=(1000, 500))
         args, keywords = on_device(operands(case))
         query, *rest = args
 
@@ -170,7 +174,7 @@ def compiled() -> Iterable[Outcome]:
 
 def large_offsets() -> Iterable[Outcome]:
     """Payloads of more than 2^31 elements: the last sequence and head lie behind what 32 bits reach."""
-    case = DecodeCase("bfloat16")
+    case = DecodeCase(dtype="bfloat16")
     for name, shape, code, bits in (
         ("bf16", DecodeShape(9, 131_072, 32, 32), "float", 16),
         ("int8", DecodeShape(34, 131_072, 32, 8), "symmetric", 8),

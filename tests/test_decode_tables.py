@@ -23,7 +23,15 @@ def results() -> dict:
             "head_dim": 128,
             "rank": 64,
         },
-        **{"code": "symmetric", "bits": 4, "kernel": "general", "ms": 0.05, "ms_p10": 0.04, "ms_p90": 0.06},
+        **{
+            "rank": 64,
+            "code": "symmetric",
+            "bits": 4,
+            "kernel": "general",
+            "ms": 0.05,
+            "ms_p10": 0.04,
+            "ms_p90": 0.06,
+        },
         **{"replays": 100, "floor_ms": 0.02, "gb_per_s": 1700.0, "share_of_read_bandwidth": 0.4},
         **{"dense_ms": {"cuDNN SDPA": 0.13, "FlashInfer": 0.12}, "speedup_vs_best_dense": 2.4, "other_ms": {}},
     }
@@ -46,6 +54,20 @@ def test_baselines_have_one_line_a_shape(results):
     assert lines[2:4] == [
         "| 32/8 x 128 | 16 x 8,192 | 0.1300 | 0.1200 |",
         "| 32/8 x 128 | 16 x 4,096 | 0.0700 |  |",
+    ]
+
+
+def test_checks_are_told_by_group_dtype_and_kernel(results):
+    row = {"group": "codes", "dtype": "bfloat16", "kernels": ["general"], "tolerance": 0.01, "complaint": None}
+    others = [
+        {**row, "error": 0.004},
+        {**row, "error": 0.02, "complaint": "error"},
+        {**row, "error": 0.1, "group": "x"},
+    ]
+    lines = decode_tables.kernels_check({**results, "rows": [{**row, "error": 0.001}, *others]}).splitlines()
+    assert lines[2:4] == [
+        "| codes | bfloat16 | general | 3 | 2.0e-02 | 1.0e-02 | 1 |",
+        "| x | bfloat16 | general | 1 | 1.0e-01 | 1.0e-02 | 0 |",
     ]
 
 
