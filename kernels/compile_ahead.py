@@ -36,7 +36,8 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: of a thread.
-        stack, local: bytes of a thread that went to memory: 0 unless registers spill.
+        stack, local: bytes of a thread that went to memory: 0 unless registers spill (or the kernel has arrays that
+            are indexed by numbers known at run time alone, as exact sines of large angles do).
         shared: bytes of shared memory.
     """
 

@@ -14,24 +14,9 @@ import decode_tables
 @pytest.fixture
 def results() -> dict:
     row = {
-        **{
-            "device": "GPU",
-            "batch": 16,
-            "tokens": 8192,
-            "query_heads": 32,
-            "kv_heads": 8,
-            "head_dim": 128,
-            "rank": 64,
-        },
-        **{
-            "rank": 64,
-            "code": "symmetric",
-            "bits": 4,
-            "kernel": "general",
-            "ms": 0.05,
-            "ms_p10": 0.04,
-            "ms_p90": 0.06,
-        },
+        **{"device": "GPU", "batch": 16, "tokens": 8192, "query_heads": 32, "kv_heads": 8, "head_dim": 128},
+        **{"rank": 64, "code": "symmetric", "bits": 4, "kernel": "general"},
+        **{"ms": 0.05, "ms_p10": 0.04, "ms_p90": 0.06},
         **{"replays": 100, "floor_ms": 0.02, "gb_per_s": 1700.0, "share_of_read_bandwidth": 0.4},
         **{"dense_ms": {"cuDNN SDPA": 0.13, "FlashInfer": 0.12}, "speedup_vs_best_dense": 2.4, "other_ms": {}},
     }
@@ -59,12 +44,9 @@ def test_baselines_have_one_line_a_shape(results):
 
 def test_checks_are_told_by_group_dtype_and_kernel(results):
     row = {"group": "codes", "dtype": "bfloat16", "kernels": ["general"], "tolerance": 0.01, "complaint": None}
-    others = [
-        {**row, "error": 0.004},
-        {**row, "error": 0.02, "complaint": "error"},
-        {**row, "error": 0.1, "group": "x"},
-    ]
-    lines = decode_tables.kernels_check({**results, "rows": [{**row, "error": 0.001}, *others]}).splitlines()
+    wrong, other = {**row, "error": 0.02, "complaint": "error"}, {**row, "error": 0.1, "group": "x"}
+    rows = [{**row, "error": 0.001}, wrong, {**row, "error": 0.004}, other]
+    lines = decode_tables.kernels_check({**results, "rows": rows}).splitlines()
     assert lines[2:4] == [
         "| codes | bfloat16 | general | 3 | 2.0e-02 | 1.0e-02 | 1 |",
         "| x | bfloat16 | general | 1 | 1.0e-01 | 1.0e-02 | 0 |",
