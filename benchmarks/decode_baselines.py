@@ -103,7 +103,7 @@ def flash_attention_4(dense: Dense) -> Call:
     query, key, value = (tensor.transpose(1, 2) for tensor in dense[:3])
 
     def call() -> Tensor:
-        result = flash_attn_func(query, key, value, softmax_scale=dense.scaling)
+        result = flash_attn_func(query, key, value, softmax_scale=dense.scaling, num_splits=0)  # 0: as it chooses
         return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
 
     return call
