@@ -4,8 +4,8 @@
     python benchmarks/tables.py --check    # exit with 1 if a committed table is not what its results say
 
 A table stands between `<!-- table:NAME -->` and `<!-- end -->` and comes from docs/results/NAME.json (NAME_summary: a
-short form of the same; headguard_vlm_PART: from headguard_vlm.json). Nothing between them stands for results that do
-not exist yet.
+short form of the same; NAME_baselines: what it compares with; headguard_vlm_PART: from headguard_vlm.json). Nothing
+between them stands for results that do not exist yet.
 """
 
 import json
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_tables import cache_bytes, cache_memory, cache_quality, cache_quality_summary
+from decode_tables import decode, decode_baselines, kernels_check
 from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
 from headguard_tables import (
     head_guard_decode,
@@ -111,6 +112,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "headguard_vlm_recipes": headguard_recipes,
     "headguard_vlm_uniform_wins": headguard_uniform_wins,
     "headguard_vlm_agreement": headguard_agreement,
+    "decode_h200": decode,
+    "decode_h200_baselines": decode_baselines,
+    "kernels_check_h200": kernels_check,
     "fit_vlm_summary": fit_summary,
     "fit_smollm2_summary": fit_summary,
 }
@@ -124,7 +128,7 @@ def rewritten(text: str, results_folder: Path) -> str:
 
     def block(match: re.Match) -> str:
         name = match.group(2)
-        source = "headguard_vlm" if name.startswith("headguard_vlm_") else name.removesuffix("_summary")
+        source = "headguard_vlm" if name.startswith("headguard_vlm_") else re.sub("_(summary|baselines)$", "", name)
         path, empty = results_folder / f"{source}.json", match.group(0) == match.group(1) + match.group(3)
         if empty and not path.exists():
             return match.group(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -83,7 +84,33 @@ def tile_for(
         "tokens": 1 << max(tokens - 1, 15).bit_length(),  # a longer cache must not mean a new look-up every step
         "rows": batch * kv_heads,
     }
+    if _fixed.asked is not None:
+        _fixed.asked.append(kernel)
+    if _fixed.tile is not None:
+        return _fixed.tile
     return _tile_for(kernel, tuple(operands.items()), str(device), os.environ.get(VARIABLE))
+
+
+class _Fixed:
+    tile: Tile | None = None
+    asked: list[str] | None = None
+
+
+_fixed = _Fixed()
+
+
+@contextmanager
+def fixed_tile(tile: Tile | None) -> Iterator[list[str]]:
+    """Have all kernels of all threads run with `tile` inside (None: as the tables say), for timing tiles.
+
+    Yields the names of the kernels that ask for a tile, as they ask.
+    """
+    before = _fixed.tile, _fixed.asked
+    _fixed.tile, _fixed.asked = tile, []
+    try:
+        yield _fixed.asked
+    finally:
+        _fixed.tile, _fixed.asked = before
 
 
 @lru_cache(maxsize=4096)

@@ -14,6 +14,7 @@ from .demo import demo
 from .estimate import estimate
 from .headguard import headguard
 from .inspect import inspect
+from .tune import tune
 
 
 TRACEBACK_VARIABLE = "HF_WSVD_TRACEBACK"
@@ -31,6 +32,7 @@ app.command()(compress)
 app.command()(headguard)
 app.command()(estimate)
 app.command()(inspect)
+app.command()(tune)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,205 @@
+"""Compiling the kernels for named architectures with no GPU, and what each compiled form takes of a multiprocessor.
+
+    python -m hf_wsvd.kernels.compile_ahead                          # every variant of every kernel module
+    python -m hf_wsvd.kernels.compile_ahead general_decode --architectures 90 --json
+
+Exits with 1 if a variant does not compile, spills registers or takes more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .variants import ARCHITECTURES, Variant
+
+
+# Bytes of shared memory that one program may have (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability").
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+COVERED = 90  # the architecture for which a quick check covers all types and constants
+
+
+class Resources(NamedTuple):
+    """What a program takes of a multiprocessor.
+
+    Attributes:
+        registers: of a thread.
+        stack, local: bytes of a thread that went to memory: 0 unless registers spill (or the kernel has arrays that
+            are indexed by numbers known at run time alone, as exact sines of large angles do).
+        shared: bytes of shared memory.
+    """
+
+    registers: int
+    stack: int
+    local: int
+    shared: int
+
+    def complaint(self, architecture: int) -> str | None:
+        """What is wrong with them on an architecture, or None."""
+        if self.stack or self.local:
+            return f"spills {self.stack + self.local} bytes a thread at {self.registers} registers"
+        if self.shared > SHARED_MEMORY[architecture]:
+            return f"takes {self.shared} bytes of shared memory of {SHARED_MEMORY[architecture]}"
+        return None
+
+
+def compile_variant(variant: Variant, architecture: int) -> Resources:
+    """Compile for a compute capability such as 90 and read what the machine code takes.
+
+    Triton keeps what it compiles in `TRITON_CACHE_DIR`. Raises ValueError where a variant's names are not those of
+    its kernel's arguments, and what Triton raises where it cannot compile.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    compiled = triton.compile(
+        _source(variant),
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
+    )
+    registers, stack, local = _usage(compiled.asm["cubin"], compiled.metadata.name)
+    return Resources(registers, stack, local, compiled.metadata.shared)
+
+
+def _source(variant: Variant):
+    """What Triton compiles: the kernel with the types and constants of its arguments."""
+    names = variant.kernel.arg_names
+    given = [*variant.signature, *variant.constexprs]
+    if sorted(given) != sorted(names):
+        missing, unknown = sorted(set(names) - set(given)), sorted(set(given) - set(names))
+        raise ValueError(f"variant {variant.name!r}: arguments missing: {missing}; not of the kernel: {unknown}")
+    if variant.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as Source
+    else:
+        from triton.compiler import ASTSource as Source
+    types = {name: variant.signature.get(name, "constexpr") for name in names}
+    divisible = variant.divisible
+    if divisible is None:
+        divisible = tuple(name for name, kind in types.items() if kind.startswith("*"))
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    return Source(variant.kernel, types, constexprs=dict(variant.constexprs), attrs=attributes)
+
+
+def _usage(cubin: bytes, name: str) -> tuple[int, int, int]:
+    """Registers, bytes of stack and of local memory of a function in machine code."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [str(tool), "--dump-resource-usage", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = {match[1]: match for match in USAGE.finditer(text)}
+    if name not in found:
+        raise RuntimeError(f"cuobjdump says nothing of {name}: {text!r}")
+    return int(found[name][2]), int(found[name][3]), int(found[name][4])
+
+
+def kernel_modules() -> list[str]:
+    """Names of the modules beside this one that list variants; imports them all."""
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]) if not module.ispkg]
+    others = [name for name in names if name != Path(__file__).stem]
+    return [name for name in others if hasattr(importlib.import_module(f".{name}", __package__), "variants")]
+
+
+def variants_of(module: str) -> list[Variant]:
+    """The variants that a kernel module ships. Raises ValueError for two of one name."""
+    listed = list(importlib.import_module(f".{module}", __package__).variants())
+    names = [variant.name for variant in listed]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{module}.variants() has several of the name {', '.join(twice)}")
+    return listed
+
+
+def full_plan(variants: Iterable[Variant], architectures: Iterable[int]) -> Iterator[tuple[Variant, int]]:
+    """Every variant for each architecture that it is launched on."""
+    wanted = set(architectures)
+    for variant in variants:
+        yield from ((variant, architecture) for architecture in variant.architectures if architecture in wanted)
+
+
+def covering_plan(variants: Iterable[Variant]) -> list[tuple[Variant, int]]:
+    """Few variants that show all types and constants for sm_90, and one of each kernel for the other architectures."""
+    variants = list(variants)
+    plan = list(full_plan(covering(variants), [COVERED]))
+    for architecture in ARCHITECTURES:
+        served = [variant for variant in variants if architecture in variant.architectures and architecture != COVERED]
+        plan += [(variant, architecture) for variant in {variant.kernel: variant for variant in served}.values()]
+    return plan
+
+
+def covering(variants: Iterable[Variant]) -> list[Variant]:
+    """Few variants in which every kernel, every type of an argument and every value of a constant occurs."""
+    variants = list(variants)
+    left = {
+        variant.name: {(variant.kernel, *item) for item in (*variant.signature.items(), *variant.constexprs.items())}
+        for variant in variants
+    }
+    chosen = []
+    while any(left.values()):
+        best = max(variants, key=lambda variant: len(left[variant.name]))
+        seen = set(left[best.name])
+        left = {name: facts - seen for name, facts in left.items()}
+        chosen.append(best)
+    return chosen
+
+
+def check(module: str, plan: Iterable[tuple[Variant, int]]) -> Iterator[dict[str, object]]:
+    """Compile what is planned: one row each, with what is wrong or None."""
+    for variant, architecture in plan:
+        row = {
+            "module": module,
+            "kernel": variant.kernel.__name__,
+            "variant": variant.name,
+            "architecture": architecture,
+        }
+        try:
+            resources = compile_variant(variant, architecture)
+        except Exception as error:  # whatever a compiler raises is this variant's result
+            yield {**row, "complaint": f"does not compile: {type(error).__name__}: {error}"}
+            continue
+        yield {**row, **resources._asdict(), "complaint": resources.complaint(architecture)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("modules", nargs="*", help="of hf_wsvd.kernels; default: all that list variants")
+    parser.add_argument("--architectures", type=int, nargs="+", default=ARCHITECTURES, choices=ARCHITECTURES)
+    parser.add_argument("--covering", action="store_true", help="a covering few for sm_90, fewer for others")
+    parser.add_argument("--share", type=int, nargs=2, default=(0, 1), metavar=("INDEX", "COUNT"), help="of the work")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    arguments = parser.parse_args()
+    os.environ.pop("TRITON_INTERPRET", None)  # before a kernel module is imported: interpreted kernels do not compile
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("TRITON_CACHE_DIR", folder)
+        for module in arguments.modules or kernel_modules():
+            listed = variants_of(module)
+            plan = covering_plan(listed) if arguments.covering else full_plan(listed, arguments.architectures)
+            for row in check(module, list(plan)[arguments.share[0] :: arguments.share[1]]):
+                failed |= row["complaint"] is not None
+                print(json.dumps(row) if arguments.json else _line(row), flush=True)
+    sys.exit(failed)
+
+
+def _line(row: dict[str, object]) -> str:
+    head = f"{row['module']} sm_{row['architecture']} {row['variant']}: "
+    taken = f"{row['registers']} registers, {row['shared']} bytes shared" if "registers" in row else ""
+    return head + ", ".join(filter(None, [taken, row["complaint"]]))
+
+
+if __name__ == "__main__":
+    main()
