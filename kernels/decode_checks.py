@@ -5,7 +5,6 @@ Every function here raises ValueError that names the argument, what was given an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from .decode_call import DecodeCall, layer_heads, part_heads
 from .packing import packed_width
 from .stored_tokens import DecodePart, StoredTokens
+from .triton_support import allowed_devices, runs_on
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -41,9 +41,8 @@ def check_query(query: Tensor) -> None:
     if 0 in query.shape:
         refuse("query", _described(query), "no axis of length 0")
     _check_last_axis("query", query)
-    interpreted = query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
-    if query.device.type != "cuda" and not interpreted:
-        refuse("query.device", query.device, "a CUDA device, or a CPU with TRITON_INTERPRET=1")
+    if not runs_on(query.device):
+        refuse("query.device", query.device, allowed_devices())
 
 
 def check_parts(parts: Sequence[DecodePart], query: Tensor) -> None:

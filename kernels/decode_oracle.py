@@ -9,38 +9,9 @@ import torch
 from torch import Tensor
 
 from .decode_call import DecodeCall, hidden_below, layer_heads, part_heads, sequence_tokens
+from .dequantize import read_tokens
 from .latent_heads import LatentHeads, Rotation, cached_key
-from .packing import unpack
 from .stored_tokens import DecodePart, KeyNormWeights, StoredTokens
-
-
-# Symmetric codes of fewer than 8 bits: level = step * code - offset.
-SYMMETRIC_LEVELS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
-
-
-def read_tokens(stored: StoredTokens, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The numbers that `stored` stands for: `[B, H, S, width]` in `dtype`, computed in it."""
-    if stored.code == "float":
-        return stored.payload.to(dtype)
-    if stored.code == "fp8":
-        levels = stored.payload.view(torch.float8_e4m3fn).to(dtype)
-        return levels if stored.head_scales is None else levels * stored.head_scales.to(dtype)[:, None, None]
-    codes = unpack(stored.payload, stored.width, stored.bits)
-    if stored.code == "codebook":
-        levels = stored.levels.to(dtype)[codes.long()]
-    elif stored.code == "symmetric" and stored.bits == 8:
-        levels = codes.view(torch.int8).to(dtype)
-    elif stored.code == "symmetric":
-        step, offset = SYMMETRIC_LEVELS[stored.bits]
-        levels = step * codes.to(dtype) - offset
-    else:
-        levels = codes.to(dtype)
-    scales = stored.scales.to(dtype).unsqueeze(-1)
-    levels = levels.unflatten(-1, (stored.groups, -1))
-    if stored.code == "asymmetric":
-        scale, zero = scales.chunk(2, dim=-2)
-        return (scale * levels + zero).flatten(-2)
-    return (scales * levels).flatten(-2)
 
 
 def fused_attention_oracle(

@@ -50,28 +50,34 @@ def dequantize(
     return out
 
 
+def read_tokens(stored: StoredTokens, dtype: torch.dtype = torch.float64) -> Tensor:
+    """The numbers that `stored` stands for, by definition: `[B, H, S, width]` in `dtype`, computed in it."""
+    if stored.code == "float":
+        return stored.payload.to(dtype)
+    if stored.code == "fp8":
+        levels = stored.payload.view(torch.float8_e4m3fn).to(dtype)
+        return levels if stored.head_scales is None else levels * stored.head_scales.to(dtype)[:, None, None]
+    codes = unpack(stored.payload, stored.width, stored.bits)
+    if stored.code == "codebook":
+        levels = stored.levels.to(dtype)[codes.long()]
+    elif stored.code == "symmetric":
+        _, _, step, offset = level_range("symmetric", stored.bits)
+        levels = step * (codes.view(torch.int8) if stored.bits == 8 else codes).to(dtype) - offset
+    else:
+        levels = codes.to(dtype)
+    scales = stored.scales.to(dtype).unsqueeze(-1)
+    levels = levels.unflatten(-1, (stored.groups, -1))
+    if stored.code == "asymmetric":
+        scale, zero = scales.chunk(2, dim=-2)
+        return (scale * levels + zero).flatten(-2)
+    return (scales * levels).flatten(-2)
+
+
 def dequantize_oracle(
     stored: StoredTokens, dtype: torch.dtype = torch.float32, rotation: Tensor | None = None
 ) -> Tensor:
-    """The same in plain torch; turned back in fp64."""
-    payload, width, bits = stored.payload, stored.width, stored.bits
-    if stored.code == "float":
-        numbers = payload.float()
-    elif stored.code == "fp8":
-        numbers = payload.view(torch.float8_e4m3fn).float()
-        numbers = numbers if stored.head_scales is None else numbers * stored.head_scales.view(-1, 1, 1)
-    else:
-        codes = unpack(payload, width, bits)
-        scale, zero = stored.scales.float().repeat_interleave(width // stored.groups, dim=-1), 0
-        if stored.code == "codebook":
-            levels = stored.levels[codes.long()]
-        elif stored.code == "asymmetric":
-            levels = codes.float()
-            scale, zero = scale.chunk(2, dim=-1)
-        else:
-            _, _, step, offset = level_range("symmetric", bits)
-            levels = (codes.view(torch.int8) if bits == 8 else codes).float() * step - offset
-        numbers = levels * scale + zero
+    """The same as `dequantize` in plain torch; turned back in fp64."""
+    numbers = read_tokens(stored, torch.float32)
     if rotation is not None:
         blocks = numbers.double().unflatten(-1, (-1, len(rotation)))
         numbers = (blocks @ rotation.double().T).flatten(-2)

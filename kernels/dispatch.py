@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .latent_heads import Rotation
 from .stored_tokens import DecodePart, KeyNormWeights
-from .triton_support import has_triton, interprets
+from .triton_support import triton_obstacle
 
 
 # Longer queries expand K and V once instead: from here on the expansion is cheaper than attention in latent space.
@@ -118,16 +118,18 @@ def use(kernel: str) -> Iterator[None]:
 
 def device_obstacle(device: torch.device) -> str | None:
     """Why no kernel runs on a device now; None where kernels run."""
-    if _preference.kernel == "torch":
-        return "the torch path was asked for"
-    if device.type != "cuda" and not (device.type == "cpu" and interprets()):
-        return f"tensors are on {device.type}"
-    return None if has_triton() else "triton is not installed"
+    return "the torch path was asked for" if torch_preferred() else triton_obstacle(device)
+
+
+def torch_preferred() -> bool:
+    """Whether `use("torch")` holds: it concerns all kernels, those that code and read a cache's tokens too."""
+    return _preference.kernel == "torch"
 
 
 def kernels_can_run() -> bool:
     """Whether there is a device for kernels."""
-    return has_triton() and (interprets() or torch.cuda.is_available())
+    cuda = torch.cuda.is_available() and triton_obstacle(torch.device("cuda")) is None
+    return cuda or triton_obstacle(torch.device("cpu")) is None
 
 
 def choose_for(step: DecodeStep) -> Choice:

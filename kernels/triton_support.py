@@ -23,16 +23,27 @@ def interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why no kernel can run on tensors of this device; None: on CUDA, and on the CPU under the interpreter."""
+    if device.type != "cuda" and not (device.type == "cpu" and interprets()):
+        return f"tensors are on {device.type}"
+    return None if has_triton() else "triton is not installed"
+
+
 def runs_on(device: torch.device) -> bool:
-    """Whether kernels run on tensors of this device: CUDA, or the CPU under the interpreter."""
-    return (device.type == "cuda" or (device.type == "cpu" and interprets())) and has_triton()
+    """Whether kernels can run on tensors of this device."""
+    return triton_obstacle(device) is None
+
+
+def allowed_devices() -> str:
+    """Where kernels run, in words."""
+    return ("CUDA" if has_triton() else "CUDA, with Triton installed") + " (or the CPU under TRITON_INTERPRET=1)"
 
 
 def check_device(name: str, tensor: Tensor) -> None:
     """ValueError unless kernels run where `tensor` is."""
     if not runs_on(tensor.device):
-        needed = "CUDA" if has_triton() else "CUDA, with Triton installed"
-        raise ValueError(f"{name} is on {tensor.device}; allowed: {needed} (or the CPU under TRITON_INTERPRET=1)")
+        raise ValueError(f"{name} is on {tensor.device}; allowed: {allowed_devices()}")
 
 
 def launch_device(device: torch.device) -> AbstractContextManager:

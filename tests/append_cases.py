@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
 from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from hf_wsvd.kernels import append, dequantize
+from hf_wsvd.kernels import append, dequantize, use
 from hf_wsvd.kernels.append_checks import Slots
 from hf_wsvd.quantizer_config import StorageSpec
-from hf_wsvd.storage import append_both, kernel_path
+from hf_wsvd.storage import append_both
 from hf_wsvd.storage.build import codec_for
 from hf_wsvd.storage.codec import Codec, Packed
 from hf_wsvd.storage.packed import PackedStore
@@ -48,15 +43,6 @@ class Case:
 def name(spec: StorageSpec) -> str | None:
     """Of a test."""
     return str(Case(spec)).split("-64-")[0] if isinstance(spec, StorageSpec) else None
-
-
-@contextmanager
-def interpreting_process() -> Iterator[Callable]:
-    """`run(function, *args)` in a process of its own, where Triton interprets: that is settled when it is imported."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore"):
-            pool.submit(torch.set_num_threads, 1).result()  # starts it
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def tokens_of(case: Case, seed: int = 0) -> Tensor:
@@ -200,14 +186,6 @@ def read_back(case: Case) -> tuple[float, float, bool]:
     return *errors, bool((whole == 7).all())
 
 
-@contextmanager
-def kernels(on: bool) -> Iterator[None]:
-    """Whether stores use kernels."""
-    real = kernel_path.has_kernels
-    with mock.patch.object(kernel_path, "has_kernels", lambda *args: on and real(*args)):
-        yield
-
-
 def stores_unequal(spec: StorageSpec, kind: str, both: bool) -> dict[str, list[int]]:
     """Differences between stores filled by kernels and by torch, over appends, a crop, and a change from one to the
     other: of what they keep, and of what they read beyond rounding."""
@@ -226,7 +204,7 @@ def stores_unequal(spec: StorageSpec, kind: str, both: bool) -> dict[str, list[i
     for step, count in enumerate((3, 1, 2, 1)):
         tokens = [torch.randn(1, heads, count, width, generator=generator) for _ in range(2)]
         for stores, on in ((ours, step != 2), (theirs, False)):
-            with kernels(on):
+            with use("auto" if on else "torch"):
                 if both:
                     append_both(*stores, *tokens)
                 else:
@@ -237,7 +215,7 @@ def stores_unequal(spec: StorageSpec, kind: str, both: bool) -> dict[str, list[i
             kept, wanted = one.packed(), other.packed()
             wanted = {name: part for name, part in wanted.items() if part.numel()}
             differ += [unequal(kept[name], part) for name, part in wanted.items()]
-            with kernels(False):
+            with use("torch"):
                 read = other.read()
             differ.append(int(((one.read() - read).abs() > 1e-5).sum()))
             differ.append(int(len(one) != len(other)))
@@ -307,7 +285,7 @@ def in_inference_mode(spec: StorageSpec) -> int:
     stores = [PackedStore(codec_for(spec, 16), 2, torch.float32) for _ in range(2)]
     tokens = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
     for store, on in zip(stores, (True, False)):
-        with kernels(on):
+        with use("auto" if on else "torch"):
             with torch.inference_mode():
                 store.append(tokens[:, :, :2])
                 store.append(tokens[:, :, 2:3])

@@ -21,6 +21,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
 import pytest
 import tiny_models
 import torch
+from interpreting import interpreting_process
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -101,13 +102,19 @@ def merged() -> Factory:
     )
 
 
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable]:
+    """`interpreted(function, *args)`, run in a process in which Triton interprets kernels on the CPU."""
+    with interpreting_process() as run:
+        yield run
+
+
 @pytest.fixture
 def by_definition(monkeypatch) -> None:
     """Decode kernels are chosen on the CPU, and their definition in fp64 stands in for them."""
     from kernel_models import checked_definition
 
-    monkeypatch.setattr(dispatch, "interprets", lambda: True)
-    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)  # stores look elsewhere, and stay in torch
     monkeypatch.setattr(attention, "fused_attention", checked_definition)
 
 

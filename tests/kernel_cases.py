@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
-from unittest import mock
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -248,12 +243,3 @@ def compiled_and_eager(case: DecodeCase) -> tuple[np.ndarray, np.ndarray]:
     args, keywords = operands(case)
     compiled = torch.compile(fused_attention, fullgraph=True, backend="aot_eager")
     return compiled(*args, **keywords).numpy(), fused_attention(*args, **keywords).numpy()
-
-
-@contextmanager
-def interpreting_process() -> Iterator[Callable]:
-    """`run(function, *args)` in a process of its own, where Triton interprets: that is settled when it is imported."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
-            pool.submit(abs, 0).result()  # starts it
-        yield lambda function, *args: pool.submit(function, *args).result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 import hf_wsvd
 from hf_wsvd import WSVDCache, attention
 from hf_wsvd.compat import CACHE_ARGUMENT
-from hf_wsvd.kernels import use
+from hf_wsvd.kernels import decode_checks, use
 from hf_wsvd.kernels.decode_call import DecodeCall, layer_heads, sequence_tokens
 from hf_wsvd.kernels.decode_checks import check_call, check_parts, check_query
 from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
@@ -23,7 +22,7 @@ from hf_wsvd.kernels.decode_oracle import fused_attention_oracle
 
 def checked_definition(query, parts, rotation, mask=None, *, scaling, **options):
     """`fused_attention` by its definition: same checks, no launch."""
-    with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
+    with mock.patch.object(decode_checks, "runs_on", return_value=True):
         check_query(query)
     check_parts(parts, query)
     tokens = sequence_tokens(parts, rotation, mask, options.get("lengths"))

@@ -44,12 +44,6 @@ def slow_after(count):
     return [*ONE_EACH[:count], *(pytest.param(spec, marks=pytest.mark.slow) for spec in ONE_EACH[count:])]
 
 
-@pytest.fixture(scope="module")
-def interpreted():
-    with append_cases.interpreting_process() as run:
-        yield run
-
-
 # Coding
 
 

@@ -12,12 +12,11 @@ from kernel_cases import (
     check_operator,
     compiled_and_eager,
     found_and_wanted,
-    interpreting_process,
     operands,
     split_and_merged,
 )
 
-from hf_wsvd.kernels.decode_oracle import read_tokens
+from hf_wsvd.kernels.dequantize import read_tokens
 from hf_wsvd.kernels.fused_attention import fused_attention
 from hf_wsvd.kernels.ops import results_of_parts
 from hf_wsvd.kernels.stored_tokens import KeyNormWeights
@@ -25,12 +24,6 @@ from hf_wsvd.storage.fp8 import Fp8Codec
 from hf_wsvd.storage.hadamard import HadamardCodec
 from hf_wsvd.storage.minmax import MinMaxCodec
 from hf_wsvd.storage.turboquant import TurboQuantCodec
-
-
-@pytest.fixture(scope="module")
-def interpreted():
-    with interpreting_process() as run:
-        yield run
 
 
 def assert_close(found: np.ndarray, wanted: np.ndarray, case: DecodeCase) -> None:

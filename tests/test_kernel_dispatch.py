@@ -14,7 +14,17 @@ from transformers import DynamicCache
 import hf_wsvd
 from hf_wsvd import WSVDCache, WSVDConfig
 from hf_wsvd.decode_operands import norm_obstacle, rms_norm_kind
-from hf_wsvd.kernels import DecodePart, KeyNormWeights, Rotation, StoredTokens, choose, dispatch, explain, use
+from hf_wsvd.kernels import (
+    DecodePart,
+    KeyNormWeights,
+    Rotation,
+    StoredTokens,
+    choose,
+    dispatch,
+    explain,
+    triton_support,
+    use,
+)
 from hf_wsvd.kernels.dispatch import (
     DecodeStep,
     choose_for,
@@ -31,7 +41,7 @@ GQA = MHA._replace(heads=8)
 
 @pytest.fixture
 def triton(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_support, "has_triton", lambda: True)
 
 
 @pytest.fixture
@@ -72,7 +82,7 @@ def test_what_kernels_cannot_do_goes_the_torch_way(changes, reason, general_alon
 
 
 def test_without_triton_there_is_the_torch_path(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_triton", lambda: False)
+    monkeypatch.setattr(triton_support, "has_triton", lambda: False)
     assert choose_for(STEP) == ("torch", "triton is not installed")
 
 
@@ -147,7 +157,7 @@ def part_of(count=2, **fields):
     ids=["grouped", "own-heads", "split-heads", "bias", "norm", "no-parts", "gradients"],
 )
 def test_operands_tell_what_they_are(operands, expected, fast_kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "interprets", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
     rotation = Rotation(torch.zeros(1, 5, 8), torch.zeros(1, 5, 8))
     arguments = {"query": torch.zeros(1, 4, 1, 16), "parts": [part_of()], "norm": None, **operands}
     norm = arguments.pop("norm")
@@ -157,7 +167,7 @@ def test_operands_tell_what_they_are(operands, expected, fast_kernels, monkeypat
 
 
 def test_gradients_count_only_where_they_are_on(fast_kernels, monkeypatch):
-    monkeypatch.setattr(dispatch, "interprets", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
     query = torch.zeros(1, 4, 1, 16, requires_grad=True)
     with torch.no_grad():
         assert choose(query, [part_of()]).kernel == "tile_reconstruction"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 import importlib
 
+import kernel_models
 import pytest
 import torch
-from kernel_cases import interpreting_process
-from kernel_models import Counted, both_ways, checked_definition, decode, interpreted
+from kernel_models import Counted, both_ways, checked_definition, decode
 from test_families import build as build_family
 from tiny_models import build, calibration_batches, prompt
 from tiny_vision_families import prompt as image_prompt
@@ -329,12 +329,6 @@ def test_every_store_gives_what_it_reads_or_says_why_not():
 # What Triton makes of it
 
 
-@pytest.fixture(scope="module")
-def interpreter():
-    with interpreting_process() as run:
-        yield run
-
-
 INTERPRETED = [
     ("latent", "qwen3", {"scheme": "hadamard", "bits": 4}),
     ("dense", "mistral", {"bits": 8}),
@@ -353,7 +347,7 @@ INTERPRETED = [
 
 
 @pytest.mark.parametrize(("kind", "family", "options"), INTERPRETED)
-def test_interpreted_kernels_decode_as_the_torch_path_does(kind, family, options, interpreter):
-    difference, calls = interpreter(interpreted, kind, family, options)
+def test_interpreted_kernels_decode_as_the_torch_path_does(kind, family, options, interpreted):
+    difference, calls = interpreted(kernel_models.interpreted, kind, family, options)
     assert calls == LAYERS
     assert difference < 5e-5

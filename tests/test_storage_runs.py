@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_wsvd.image_tokens import ImageTokens
-from hf_wsvd.kernels.decode_oracle import read_tokens
+from hf_wsvd.kernels.dequantize import read_tokens
 from hf_wsvd.quantizer_config import StorageSpec
 from hf_wsvd.storage import Store, make_store
 from hf_wsvd.storage.runs import Run, evenly_spaced, paired

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.decode_oracle import SYMMETRIC_LEVELS
+from ..kernels.encoding import level_range
 from ..kernels.latent_heads import Rotation
 from ..kernels.packing import packed_width
 from ..kernels.stored_tokens import DecodePart, StoredTokens
@@ -137,7 +137,7 @@ def random_tokens(
         scales = torch.ones(rows[1], device=device)
         return StoredTokens(levels.view(torch.uint8), None, width, code, bits, head_scales=scales)
     payload = torch.randint(256, (*rows, packed_width(width, bits)), dtype=torch.uint8, device=device)
-    step, _ = SYMMETRIC_LEVELS.get(bits, (1, 0)) if code == "symmetric" else (1, 0)
+    step = level_range(code, bits)[2] if code == "symmetric" else 1
     spread = (torch.rand(*rows, groups, device=device) + 0.5).half()  # standard deviation of a group's numbers
     if code == "codebook":
         return StoredTokens(

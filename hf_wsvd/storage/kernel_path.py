@@ -8,13 +8,15 @@ from torch import Tensor
 from ..kernels.append import encode_tokens
 from ..kernels.append_checks import FLOATS
 from ..kernels.dequantize import dequantize
+from ..kernels.dispatch import torch_preferred
 from ..kernels.triton_support import runs_on
 from .codec import Codec, Packed
 
 
 def has_kernels(codec: Codec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels code tokens of that dtype on that device as the codec does; `Codec.to` came before."""
-    return runs_on(device) and dtype in FLOATS and codec.encoding() is not None
+    """Whether kernels code tokens of that dtype on that device as the codec does, and may; `Codec.to` came before."""
+    allowed = runs_on(device) and not torch_preferred()
+    return allowed and dtype in FLOATS and codec.encoding() is not None
 
 
 def encode(codec: Codec, tokens: Tensor) -> Packed:
