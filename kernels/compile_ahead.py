@@ -28,6 +28,7 @@ from .variants import ARCHITECTURES, Variant
 # Capability").
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+SPILL = re.compile(r"^\s+/\*\w+\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)  # stores to local memory, loads from it
 COVERED = 90  # the architecture for which a quick check covers all types and constants
 
 
@@ -36,20 +37,19 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: of a thread.
-        stack, local: bytes of a thread that went to memory: 0 unless registers spill (or the kernel has arrays that
-            are indexed by numbers known at run time alone, as exact sines of large angles do).
+        spills: instructions that write registers to a thread's own memory or read them back. (A stack frame alone is
+            no spill: a call of the division that rounds right has one, and mostly leaves it untouched.)
         shared: bytes of shared memory.
     """
 
     registers: int
-    stack: int
-    local: int
+    spills: int
     shared: int
 
     def complaint(self, architecture: int) -> str | None:
         """What is wrong with them on an architecture, or None."""
-        if self.stack or self.local:
-            return f"spills {self.stack + self.local} bytes a thread at {self.registers} registers"
+        if self.spills:
+            return f"spills registers in {self.spills} instructions, at {self.registers} registers a thread"
         if self.shared > SHARED_MEMORY[architecture]:
             return f"takes {self.shared} bytes of shared memory of {SHARED_MEMORY[architecture]}"
         return None
@@ -69,8 +69,8 @@ def compile_variant(variant: Variant, architecture: int) -> Resources:
         target=GPUTarget("cuda", architecture, 32),
         options={"num_warps": variant.num_warps, "num_stages": variant.num_stages},
     )
-    registers, stack, local = _usage(compiled.asm["cubin"], compiled.metadata.name)
-    return Resources(registers, stack, local, compiled.metadata.shared)
+    registers, spills = _usage(compiled.asm["cubin"], compiled.metadata.name)
+    return Resources(registers, spills, compiled.metadata.shared)
 
 
 def _source(variant: Variant):
@@ -92,20 +92,27 @@ def _source(variant: Variant):
     return Source(variant.kernel, types, constexprs=dict(variant.constexprs), attrs=attributes)
 
 
-def _usage(cubin: bytes, name: str) -> tuple[int, int, int]:
-    """Registers, bytes of stack and of local memory of a function in machine code."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+def _usage(cubin: bytes, name: str) -> tuple[int, int]:
+    """Registers of a function in machine code, and its instructions that spill them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [str(tool), "--dump-resource-usage", str(path)]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = {match[1]: match for match in USAGE.finditer(text)}
-    if name not in found:
-        raise RuntimeError(f"cuobjdump says nothing of {name}: {text!r}")
-    return int(found[name][2]), int(found[name][3]), int(found[name][4])
+        text = _cuobjdump("--dump-resource-usage", path)
+        found = {match[1]: match for match in USAGE.finditer(text)}
+        if name not in found:
+            raise RuntimeError(f"cuobjdump says nothing of {name}: {text!r}")
+        registers, stack, local = map(int, found[name].groups()[1:])
+        # Without memory of its own a thread has nowhere to spill to.
+        return registers, len(SPILL.findall(_cuobjdump("--dump-sass", path))) if stack or local else 0
+
+
+def _cuobjdump(option: str, path: Path) -> str:
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"}  # where nvdisasm is
+    command = [str(tools / "cuobjdump"), option, str(path)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 def kernel_modules() -> list[str]:

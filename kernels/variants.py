@@ -14,9 +14,10 @@ class Variant(NamedTuple):
 
     Attributes:
         name: unique in its module, such as "float16 rank 64 head_dim 128".
-        kernel: the `@triton.jit` function.
+        kernel: the `@triton.jit` or `@gluon.jit` function.
         signature: type of every argument that is not a constant, by name: "*bf16", "*u8", "*i8", "*fp32", "i32",
-            "i64", "fp32", ... ("*" for a pointer).
+            "i64", "fp32", ... ("*" for a pointer); of a tensor descriptor in Gluon that the host makes, its shape in
+            shared memory and layout: "tensordesc<bf16[128, 64],NVMMASharedLayout(...)>".
         constexprs: value of every `tl.constexpr` argument, by name. None for an argument without a value.
         num_warps: warps of a program.
         num_stages: stages of the software pipeline.

@@ -8,6 +8,9 @@ import sys
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from hf_wsvd.kernels.compile_ahead import check
 from hf_wsvd.kernels.variants import Variant
@@ -45,17 +48,39 @@ def _mismatched(source, BLOCK: tl.constexpr):
     tl.store(source + tl.arange(0, BLOCK), tl.zeros((2 * BLOCK,), tl.float32))
 
 
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
+
+
+@gluon.jit
+def _row_sums(source, target, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """`source` is a tensor descriptor that the host makes."""
+    tile = gl.allocate_shared_memory(source.dtype, source.block_shape, source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.expect(ready, source.block_type.nbytes)
+    load_tile(source, [0, 0], ready, tile)
+    mbarrier.wait(ready, 0)
+    numbers = tile.load(LAYOUT).to(gl.float32)
+    gl.store(target + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)), gl.sum(numbers, axis=1))
+
+
 TYPES = {"source": "*fp32", "target": "*fp32"}
+SHARED = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
+DESCRIPTOR = {"source": f"tensordesc<bf16[128, 64],{SHARED!r}>", "target": "*fp32"}
+ROWS_OF_WARPS = {"ROWS": 128, "LAYOUT": gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])}
 SAMPLES = [
     Variant("fits", _sum, {"source": "*bf16", "target": "*fp32", "tokens": "i32"}, {"BLOCK": 64}, num_warps=1),
     Variant("spills", _scaled, TYPES, {"SIZE": 8192}, num_warps=1),
     Variant("fills shared memory", _product, {**TYPES, "source": "*fp16", "steps": "i32"}, {"SIZE": 64}, num_stages=8),
     Variant("does not compile", _mismatched, {"source": "*fp32"}, {"BLOCK": 16}),
     Variant("lacks an argument", _sum, TYPES, {"BLOCK": 64}),
+    Variant("Gluon", _row_sums, DESCRIPTOR, ROWS_OF_WARPS, architectures=(90,)),
 ]
 
 
 if __name__ == "__main__":
-    for architecture in map(int, sys.argv[1:]):
-        for row in check("sample_kernels", [(sample, architecture) for sample in SAMPLES]):
+    architectures = [int(argument) for argument in sys.argv[1:]]
+    for sample in SAMPLES:
+        served = [architecture for architecture in architectures if architecture in sample.architectures]
+        for row in check("sample_kernels", [(sample, served[0])]):
             print(json.dumps(row))
