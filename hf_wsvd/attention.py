@@ -218,7 +218,7 @@ def fused(
     norm = key_norm_weights(call, call.attention._wsvd)
     parts = norm if isinstance(norm, str) else decode_parts(call, query)
     rotation = call.rotation()
-    if choose(query, parts, rotation, norm=norm).kernel == "torch":
+    if choose(query, parts, rotation, norm=norm, mask=mask).kernel == "torch":
         return None
     if mask is not None:
         mask = mask[..., -query.shape[2] :, :]

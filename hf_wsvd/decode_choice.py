@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
@@ -55,8 +56,9 @@ def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cac
         obstacle = "keys and values are neither latents nor packed"
     elif binding is None or not binding.handles:
         obstacle = f"no trial has shown that {type(module).__name__} can read packed keys and values"
+    forms: tuple = ()
     if obstacle is None:
-        obstacle = storage_obstacle(storage, attention, latent)
+        obstacle, forms = stored_forms(storage, attention, latent)
     norm = "none" if not latent else binding.layout.norm
     if obstacle is None and norm != "none":
         obstacle = norm_obstacle(norm, key_norm_module(module), binding)
@@ -71,6 +73,7 @@ def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cac
         bias=latent and module.k_proj.bias is not None,
         norm=norm != "none",
         obstacle=obstacle,
+        forms=forms,
     )
     return choose_for(step)
 
@@ -90,16 +93,23 @@ def layer_storage(
     return None if layer.is_initialized else layer_storage(model, attention, None, latent)
 
 
-def storage_obstacle(storage: LayerStorage, attention: DecoderAttention, latent: bool) -> str | None:
-    """Why kernels cannot read a layer of this storage."""
+def stored_forms(
+    storage: LayerStorage, attention: DecoderAttention, latent: bool
+) -> tuple[str | None, tuple[tuple[int, str, int, int], ...]]:
+    """Why kernels cannot read a layer of this storage, and `DecodeStep.forms` where one run has all tokens."""
+    forms = []
     for side in ("key", "value"):
         projection: nn.Module = getattr(attention.module, f"{side[0]}_proj")
         width = projection.width if latent else attention.head_dim
         store = make_store(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
         obstacle = store.obstacle()
         if obstacle is not None:
-            return obstacle
-    return None
+            return obstacle, ()
+        if storage.by_class:
+            continue
+        store.append(torch.zeros(1, attention.heads, 1, width, dtype=projection.weight.dtype))
+        forms += [(run.stored.width, run.stored.code, run.stored.bits, run.stored.groups) for run in store.runs()]
+    return None, tuple(forms) if len(forms) == 2 else ()
 
 
 def register_explanation() -> None:

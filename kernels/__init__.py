@@ -1,6 +1,6 @@
 """Attention over latents and packed caches: plain-torch oracles and paths, kernels, and the choice between them."""
 
-from .dispatch import Choice, choose, explain, register_fast_kernel, use
+from .dispatch import Choice, choose, explain, use
 from .fused_attention import fused_attention
 from .latent_attention import latent_attention, latent_attention_oracle
 from .latent_heads import LatentHeads, Rotation, cached_key
@@ -20,6 +20,5 @@ __all__ = [
     "fused_attention",
     "latent_attention",
     "latent_attention_oracle",
-    "register_fast_kernel",
     "use",
 ]

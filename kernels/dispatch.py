@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import singledispatch
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .decode_call import DecodeCall, sequence_tokens
 from .latent_heads import Rotation
 from .stored_tokens import DecodePart, KeyNormWeights
 from .triton_support import triton_obstacle
@@ -43,6 +44,8 @@ class DecodeStep(NamedTuple):
         rotated, bias, norm: whether keys are rotated, have a bias, are normalised after they are expanded.
         gradients: whether any are needed.
         obstacle: what else stands against a kernel, in words; None for nothing.
+        forms: width, code, bits and groups of what is stored, see `StoredTokens`; one each for keys and values that
+            lie in one run each, none where they lie in several or where the operands are asked.
     """
 
     device: torch.device
@@ -56,6 +59,7 @@ class DecodeStep(NamedTuple):
     norm: bool = False
     gradients: bool = False
     obstacle: str | None = None
+    forms: tuple[tuple[int, str, int, int], ...] = ()
 
 
 class _Preference:
@@ -63,38 +67,6 @@ class _Preference:
 
 
 _preference = _Preference()
-_fast_kernels: dict[str, Callable[[DecodeStep], str | None]] = {}
-
-
-def register_fast_kernel(name: str, obstacle: Callable[[DecodeStep], str | None]) -> None:
-    """Have `choose` prefer a kernel to the general one, after those that were registered before.
-
-    Args:
-        name: "position_query" or "tile_reconstruction".
-        obstacle: says why the kernel cannot serve a step; None: it can.
-    """
-    _fast_kernels[name] = obstacle
-
-
-def position_query_obstacle(step: DecodeStep) -> str | None:
-    """Why the position-query form, which never expands a key, cannot serve a step."""
-    rows = step.query_heads // step.heads * step.query_tokens
-    if rows > 1:
-        return f"{rows} query rows share a head"
-    if not step.rotated:
-        return "keys are not rotated"
-    if step.bias or step.norm:
-        return "keys have a bias" if step.bias else "keys are normalised"
-    return None
-
-
-def tile_reconstruction_obstacle(step: DecodeStep) -> str | None:
-    """Why the kernel that expands each tile of keys once for a group of query heads cannot serve a step."""
-    if step.query_heads == step.heads:
-        return "every query head has a head of its own"
-    if step.bias or step.norm:
-        return "keys have a bias" if step.bias else "keys are normalised"
-    return None
 
 
 @contextmanager
@@ -146,15 +118,47 @@ def choose_for(step: DecodeStep) -> Choice:
     obstacle = obstacle or step.obstacle
     if obstacle is not None:
         return Choice("torch", obstacle)
+    if not step.forms:
+        return Choice("general", "it takes any shape")
+    return kernel_of_step(step)
+
+
+def kernel_of_step(step: DecodeStep) -> Choice:
+    """The kernel for one run of keys and of values, as far as a step tells without its operands."""
+    from .hopper_operands import form_obstacle, hopper_obstacle
+
+    name = fast_kernel(step.query_heads // step.heads)
+    obstacle = "the general kernel was asked for" if _preference.kernel == "general" else hopper_obstacle(step.device)
+    if obstacle is None and not step.rotated:
+        obstacle = "keys are not rotated"
+    if obstacle is None and (step.bias or step.norm):
+        obstacle = "keys have a bias" if step.bias else "keys are normalised"
+    if obstacle is None and len(set(step.forms)) > 1:
+        obstacle = "keys and values are kept in different forms"
+    if obstacle is None:
+        obstacle = form_obstacle(step.head_dim, step.dtype, *step.forms[0])
+    if obstacle is not None:
+        return Choice("general", f"{name}: {obstacle}")
+    return Choice(name, f"{step.query_heads} query heads over {step.heads} heads, without a mask")
+
+
+def fast_kernel(group: int) -> str:
+    """The kernel that is made for so many query heads a KV head."""
+    return "position_query" if group == 1 else "tile_reconstruction"
+
+
+def kernel_of(part: DecodePart, call: DecodeCall) -> Choice:
+    """The kernel for one part of checked operands; never "torch"."""
+    from .hopper_launch import position_query_obstacle, tile_reconstruction_obstacle
+
+    name = fast_kernel(call.group)
     if _preference.kernel == "general":
-        return Choice("general", "the general kernel was asked for")
-    reasons = []
-    for name, unsuited in _fast_kernels.items():
-        reason = unsuited(step)
-        if reason is None:
-            return Choice(name, f"{step.query_heads} query heads over {step.heads} heads, {step.query_tokens} tokens")
-        reasons.append(f"{name}: {reason}")
-    return Choice("general", "; ".join(reasons) or "it takes any shape")
+        return Choice("general", f"{name}: the general kernel was asked for")
+    obstacles = {"position_query": position_query_obstacle, "tile_reconstruction": tile_reconstruction_obstacle}
+    obstacle = obstacles[name](part, call)
+    if obstacle is not None:
+        return Choice("general", f"{name}: {obstacle}")
+    return Choice(name, f"{call.query.shape[1]} query heads over {call.kv_heads} heads")
 
 
 def choose(
@@ -163,6 +167,7 @@ def choose(
     rotation: Rotation | None = None,
     *,
     norm: KeyNormWeights | None = None,
+    mask: Tensor | None = None,
     heads: int | None = None,
 ) -> Choice:
     """The kernel that `fused_attention` of these operands would run, or "torch" where it should not be called.
@@ -170,8 +175,11 @@ def choose(
     Args:
         query: `[B, Hq, N, D]`.
         parts: as `fused_attention` takes them, or why there are none.
-        rotation, norm: of the keys.
+        rotation, norm, mask: as `fused_attention` takes them.
         heads: of the layer; None: as many as the parts have.
+
+    Returns:
+        Kernels of several parts are named with " + " between.
     """
     obstacle = parts if isinstance(parts, str) else None
     parts = () if isinstance(parts, str) else parts
@@ -191,7 +199,13 @@ def choose(
         gradients=needs_gradients(query, parts),
         obstacle=obstacle,
     )
-    return choose_for(step)
+    choice = choose_for(step)
+    if choice.kernel == "torch" or not parts:
+        return choice
+    places = sequence_tokens(parts, rotation, mask, None) if all(part.places is None for part in parts) else 0
+    call = DecodeCall(query, heads, places, 1.0, rotation, mask, norm=norm)
+    choices = list(dict.fromkeys(kernel_of(part, call) for part in parts))
+    return Choice(*(" + ".join(dict.fromkeys(texts)) for texts in zip(*choices)))
 
 
 def needs_gradients(query: Tensor, parts: Sequence[DecodePart]) -> bool:

@@ -96,10 +96,16 @@ def choose_tile(kernel: str, part: DecodePart, call: DecodeCall) -> Tile:
 def launch(
     kernel: Any, part: DecodePart, call: DecodeCall, tile: Tile, heads_a_program: int, **constants: int
 ) -> tuple[Tensor, Tensor]:
-    """Run one of the two kernels, whose arguments are the same but for some constants."""
+    """Run one of the two kernels, whose arguments are the same but for some constants.
+
+    The split is theirs to choose (`balanced_split`), not the tile's. Raises ValueError for a tile of other tokens or
+    warps than the kernels are made for.
+    """
     from .general_launch import head_numbers
 
     query, key, value, rotation = call.query, part.key, part.value, call.rotation
+    if (tile.block_tokens, tile.num_warps) != (TILE_TOKENS, 4):
+        raise ValueError(f"tile={tile} is not allowed; allowed: block_tokens={TILE_TOKENS}, num_warps=4")
     heads, slots = key.payload.shape[1:3]
     batch, programs = query.shape[0], heads // heads_a_program
     split_tokens = balanced_split(slots, batch * programs, device_facts(str(query.device))[1])

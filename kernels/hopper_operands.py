@@ -37,6 +37,17 @@ def hopper_obstacle(device: torch.device) -> str | None:
     return None
 
 
+def form_obstacle(head_dim: int, dtype: torch.dtype, width: int, code: str, bits: int, groups: int) -> str | None:
+    """Why heads of `head_dim` over tokens of this form are not what the Hopper kernels take, see `StoredTokens`."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim={head_dim}, not one of {HEAD_DIMS}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"query of {str(dtype).removeprefix('torch.')}, not of a 16-bit float"
+    if bits not in BITS.get(code, ()) or groups > 1:
+        return f"code {code!r} of {bits} bits" + (f" in {groups} groups" if groups > 1 else "")
+    return None if width in RANKS else f"rank {width}, not one of {RANKS}"
+
+
 def operands_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
     """Why one part of a call does not have the form that the Hopper kernels take; None if it does."""
     query, rotation, key, value = call.query, call.rotation, part.key, part.value
@@ -47,10 +58,11 @@ def operands_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
         return "keys are normalised" if call.norm is not None else "keys have a bias"
     if rotation.interleaved or 2 * rotation.cos.shape[-1] != head_dim:
         return "rotation of pairs of neighbours" if rotation.interleaved else "a part of each head is not rotated"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim={head_dim}, not one of {HEAD_DIMS}"
-    if query.dtype not in (torch.bfloat16, torch.float16) or rotation.cos.dtype != query.dtype:
-        return f"query of {query.dtype} and rows of {rotation.cos.dtype}, not 16-bit floats alike"
+    obstacle = form_obstacle(head_dim, query.dtype, key.width, key.code, key.bits, key.groups)
+    if obstacle is not None:
+        return obstacle
+    if rotation.cos.dtype != query.dtype:
+        return f"rotary rows of {rotation.cos.dtype}, not the query's dtype"
     for name in ("mask", "softcap", "window", "starts"):
         if getattr(call, name) is not None:
             return f"there is a {name}"
@@ -58,10 +70,6 @@ def operands_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
         return "tokens are not in their order in the sequence"
     if (key.width, key.code, key.bits, key.groups) != (value.width, value.code, value.bits, value.groups):
         return "keys and values are kept in different forms"
-    if key.bits not in BITS.get(key.code, ()) or key.groups > 1:
-        return f"code {key.code!r} of {key.bits} bits in {key.groups} groups"
-    if key.width not in RANKS:
-        return f"rank {key.width}, not one of {RANKS}"
     if key.code == "float" and not key.payload.dtype == value.payload.dtype == query.dtype:
         return "latents and query differ in their dtype"
     up = part.key_up

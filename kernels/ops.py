@@ -89,9 +89,12 @@ def launch_decode(part: DecodePart, call: DecodeCall) -> tuple[Tensor, Tensor]:
     Returns:
         `partial [B, Hp G, N, splits, value width]` and `lse [B, Hp G, N, splits]`, see `general_decode`.
     """
+    from .dispatch import kernel_of
     from .general_launch import general_decode
+    from .hopper_launch import position_query_decode, tile_reconstruction_decode
 
-    return general_decode(part, call)
+    launches = {"position_query": position_query_decode, "tile_reconstruction": tile_reconstruction_decode}
+    return launches.get(kernel_of(part, call).kernel, general_decode)(part, call)
 
 
 def attend(parts: Sequence[DecodePart], call: DecodeCall) -> Tensor:

@@ -22,21 +22,21 @@ from hf_wsvd.kernels import (
     choose,
     dispatch,
     explain,
+    hopper_launch,
+    hopper_operands,
     triton_support,
     use,
 )
 from hf_wsvd.kernels.dispatch import (
     DecodeStep,
     choose_for,
-    position_query_obstacle,
-    register_fast_kernel,
-    tile_reconstruction_obstacle,
 )
 
 
 STEP = DecodeStep(torch.device("cuda"), torch.bfloat16, query_tokens=1, query_heads=32, heads=32, head_dim=128)
 MHA = STEP._replace(rotated=True)
 GQA = MHA._replace(heads=8)
+INT8 = (64, "symmetric", 8, 1)
 
 
 @pytest.fixture
@@ -45,19 +45,14 @@ def triton(monkeypatch):
 
 
 @pytest.fixture
-def fast_kernels(triton, monkeypatch):
-    monkeypatch.setattr(dispatch, "_fast_kernels", {})
-    register_fast_kernel("position_query", position_query_obstacle)
-    register_fast_kernel("tile_reconstruction", tile_reconstruction_obstacle)
+def hopper(triton, monkeypatch):
+    """A GPU on which all kernels run, as far as a choice is concerned."""
+    monkeypatch.setattr(hopper_operands, "hopper_obstacle", lambda device: None)
+    monkeypatch.setattr(hopper_launch, "hopper_obstacle", lambda device: None)
 
 
 @pytest.fixture
-def general_alone(triton, monkeypatch):
-    monkeypatch.setattr(dispatch, "_fast_kernels", {})
-
-
-@pytest.fixture
-def on_cpu(general_alone, by_definition):
+def on_cpu(triton, by_definition):
     """Kernels are chosen on the CPU, and stood in for."""
 
 
@@ -76,7 +71,7 @@ def on_cpu(general_alone, by_definition):
         ({"obstacle": "scheme kivi"}, "scheme kivi"),
     ],
 )
-def test_what_kernels_cannot_do_goes_the_torch_way(changes, reason, general_alone):
+def test_what_kernels_cannot_do_goes_the_torch_way(changes, reason, triton):
     assert choose_for(STEP) == ("general", "it takes any shape")
     assert choose_for(STEP._replace(**changes)) == ("torch", reason)
 
@@ -87,32 +82,48 @@ def test_without_triton_there_is_the_torch_path(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("step", "kernel"),
+    ("step", "kernel", "reason"),
     [
-        (MHA, "position_query"),
-        (GQA, "tile_reconstruction"),
-        (MHA._replace(query_tokens=2), "general"),
-        (STEP, "general"),
-        (MHA._replace(bias=True), "general"),
-        (MHA._replace(norm=True), "general"),
-        (GQA._replace(query_tokens=4), "tile_reconstruction"),
-        (GQA._replace(norm=True), "general"),
+        (MHA, "position_query", "32 query heads over 32 heads, without a mask"),
+        (GQA, "tile_reconstruction", "32 query heads over 8 heads, without a mask"),
+        (STEP, "general", "position_query: keys are not rotated"),
+        (MHA._replace(bias=True), "general", "position_query: keys have a bias"),
+        (GQA._replace(norm=True), "general", "tile_reconstruction: keys are normalised"),
+        (MHA._replace(head_dim=96), "general", "position_query: head_dim=96, not one of (64, 128)"),
+        (MHA._replace(dtype=torch.float32), "general", "position_query: query of float32, not of a 16-bit float"),
     ],
 )
-def test_fast_kernels_come_first_where_they_fit(step, kernel, fast_kernels):
-    assert choose_for(step).kernel == kernel
+def test_fast_kernels_come_first_where_they_fit(step, kernel, reason, hopper):
+    step = step._replace(forms=(INT8, INT8))
+    assert choose_for(step) == (kernel, reason)
     with use("general"):
-        assert choose_for(step) == ("general", "the general kernel was asked for")
+        assert choose_for(step).kernel == "general"
     with use("torch"):
         assert choose_for(step) == ("torch", "the torch path was asked for")
 
 
-def test_the_general_kernel_says_why_no_faster_one_serves(fast_kernels):
-    reason = choose_for(MHA._replace(bias=True)).reason
-    assert reason == "position_query: keys have a bias; tile_reconstruction: every query head has a head of its own"
+@pytest.mark.parametrize(
+    ("forms", "reason"),
+    [
+        (((64, "codebook", 4, 1),) * 2, "code 'codebook' of 4 bits"),
+        (((64, "symmetric", 4, 2),) * 2, "code 'symmetric' of 4 bits in 2 groups"),
+        (((48, "symmetric", 8, 1),) * 2, "rank 48, not one of (32, 64)"),
+        ((INT8, (64, "symmetric", 4, 1)), "keys and values are kept in different forms"),
+    ],
+)
+def test_the_general_kernel_says_why_no_faster_one_serves(forms, reason, hopper):
+    assert choose_for(MHA._replace(forms=forms)) == ("general", f"position_query: {reason}")
 
 
-def test_a_preference_ends_with_its_block_even_after_an_error(general_alone):
+def test_other_gpus_have_the_general_kernel(triton, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    hopper_operands.hopper_obstacle.cache_clear()
+    choice = choose_for(MHA._replace(forms=(INT8, INT8)))
+    hopper_operands.hopper_obstacle.cache_clear()
+    assert choice == ("general", "position_query: it needs compute capability 9.0, the GPU has 8.0")
+
+
+def test_a_preference_ends_with_its_block_even_after_an_error(triton):
     def fail():
         with use("torch"):
             with use("general"):
@@ -138,40 +149,81 @@ def test_an_unknown_preference_is_refused():
 # Operands
 
 
-def part_of(count=2, **fields):
-    stored = StoredTokens(torch.zeros(1, count, 5, 8), None, 8, bits=32)
-    return DecodePart(stored, stored, torch.zeros(count, 16, 8), torch.zeros(count, 16, 8), **fields)
+def part_of(count=4, width=64, **fields):
+    stored = StoredTokens(torch.zeros(1, count, 8, width).bfloat16(), None, width)
+    up = torch.zeros(count, 128, width).bfloat16()
+    return DecodePart(stored, stored, up, up, **fields)
 
 
 @pytest.mark.parametrize(
     ("operands", "expected"),
     [
-        ({}, ("tile_reconstruction", "4 query heads over 2 heads, 1 tokens")),
-        ({"parts": [part_of(4)]}, ("position_query", "4 query heads over 4 heads, 1 tokens")),
-        ({"parts": [part_of(1, heads=(0,)), part_of(3, heads=(1, 2, 3))]}, ("position_query", None)),
-        ({"parts": [part_of(4, key_bias=torch.zeros(4, 16))]}, ("general", None)),
-        ({"norm": KeyNormWeights(torch.ones(16), 1e-6)}, ("general", None)),
+        ({}, ("position_query", "4 query heads over 4 heads")),
+        ({"parts": [part_of(2)]}, ("tile_reconstruction", "4 query heads over 2 heads")),
+        (
+            {"parts": [part_of(1, heads=(0,)), part_of(3, 32, heads=(1, 2, 3))]},
+            ("position_query", "4 query heads over 4 heads"),
+        ),
+        (
+            {"parts": [part_of(1, heads=(0,)), part_of(3, 48, heads=(1, 2, 3))]},
+            ("position_query + general", None),
+        ),
+        ({"parts": [part_of(key_bias=torch.zeros(4, 128))]}, ("general", "position_query: keys have a bias")),
+        ({"norm": KeyNormWeights(torch.ones(128), 1e-6)}, ("general", "position_query: keys are normalised")),
+        ({"mask": torch.ones(1, 1, 1, 8).bool()}, ("general", "position_query: there is a mask")),
         ({"parts": "the store is odd"}, ("torch", "the store is odd")),
-        ({"query": torch.zeros(1, 4, 1, 16, requires_grad=True)}, ("torch", "gradients are needed")),
+        ({"query": torch.zeros(1, 4, 1, 128, requires_grad=True)}, ("torch", "gradients are needed")),
+        ({"query": torch.zeros(1, 4, 2, 128).bfloat16()}, ("general", "position_query: 2 query rows share a head")),
     ],
-    ids=["grouped", "own-heads", "split-heads", "bias", "norm", "no-parts", "gradients"],
+    ids=[
+        "own-heads",
+        "grouped",
+        "split-heads",
+        "odd-rank",
+        "bias",
+        "norm",
+        "mask",
+        "no-parts",
+        "gradients",
+        "two-tokens",
+    ],
 )
-def test_operands_tell_what_they_are(operands, expected, fast_kernels, monkeypatch):
+def test_operands_tell_what_they_are(operands, expected, hopper, monkeypatch):
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
-    rotation = Rotation(torch.zeros(1, 5, 8), torch.zeros(1, 5, 8))
-    arguments = {"query": torch.zeros(1, 4, 1, 16), "parts": [part_of()], "norm": None, **operands}
-    norm = arguments.pop("norm")
-    found = explain(*arguments.values(), rotation, norm=norm)
-    assert found == choose(*arguments.values(), rotation, norm=norm)
+    rotation = Rotation(*torch.zeros(2, 1, 8, 64).bfloat16())
+    arguments = {"query": torch.zeros(1, 4, 1, 128).bfloat16(), "parts": [part_of()], "norm": None, **operands}
+    keywords = {name: arguments.pop(name, None) for name in ("norm", "mask")}
+    found = explain(*arguments.values(), rotation, **keywords)
+    assert found == choose(*arguments.values(), rotation, **keywords)
     assert (found.kernel, found.reason if expected[1] else None) == expected
 
 
-def test_gradients_count_only_where_they_are_on(fast_kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tokens: tokens[:, :, 1:], "tokens do not lie at multiples of 16 bytes"),
+        (lambda tokens: tokens.transpose(1, 2).contiguous().transpose(1, 2), "tokens do not follow each other"),
+    ],
+    ids=["offset", "token-first"],
+)
+def test_memory_that_bulk_copies_cannot_reach_has_the_general_kernel(change, reason, hopper, monkeypatch):
+    """A width of 4 bytes shows it, which no cache has."""
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
-    query = torch.zeros(1, 4, 1, 16, requires_grad=True)
+    monkeypatch.setattr(hopper_operands, "RANKS", (4,))
+    part = part_of(width=4)
+    stored = part.key._replace(payload=change(torch.zeros(1, 4, 9, 4).bfloat16()))
+    rotation = Rotation(*torch.zeros(2, 1, 9, 64).bfloat16())
+    found = explain(torch.zeros(1, 4, 1, 128).bfloat16(), [part._replace(key=stored, value=stored)], rotation)
+    assert found.kernel == "general"
+    assert reason in found.reason
+
+
+def test_gradients_count_only_where_they_are_on(hopper, monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    query = torch.zeros(1, 4, 1, 128, requires_grad=True)
     with torch.no_grad():
-        assert choose(query, [part_of()]).kernel == "tile_reconstruction"
-    trained = part_of()._replace(value_up=torch.zeros(2, 16, 8, requires_grad=True))
+        assert choose(query, [part_of()]).kernel == "general"
+    trained = part_of()._replace(value_up=torch.zeros(4, 128, 64, requires_grad=True))
     assert choose(query.detach(), [trained]) == ("torch", "gradients are needed")
 
 
@@ -180,10 +232,10 @@ def test_gradients_count_only_where_they_are_on(fast_kernels, monkeypatch):
 
 def test_a_model_is_explained_by_groups_of_layers(compressed, dense, on_cpu):
     model = compressed("llama")
-    assert explain(model) == "layers 0-2: general (it takes any shape)"
+    assert explain(model) == "layers 0-2: general (tile_reconstruction: it needs a Hopper GPU, tensors are on cpu)"
     cache = WSVDCache(model, bits=4, layers={1: {"scheme": "kivi", "bits": 4}})
     kivi = "torch (scheme kivi: keys are coded over groups of tokens)"
-    general = "general (it takes any shape)"
+    general = "general (tile_reconstruction: it needs a Hopper GPU, tensors are on cpu)"
     assert explain(model, cache).splitlines() == [f"layer 0: {general}", f"layer 1: {kivi}", f"layer 2: {general}"]
     assert explain(model, DynamicCache()) == explain(model)
     assert "the attention function is 'sdpa'" in explain(dense("llama"))
@@ -197,7 +249,10 @@ def test_dense_models_are_explained_for_packed_caches(dense, on_cpu):
     model = copy.deepcopy(dense("llama"))
     model.set_attn_implementation("wsvd")
     assert "keys and values are neither latents nor packed" in explain(model)
-    assert explain(model, WSVDCache(model, bits=8)) == "layers 0-2: general (it takes any shape)"
+    assert (
+        explain(model, WSVDCache(model, bits=8))
+        == "layers 0-2: general (tile_reconstruction: it needs a Hopper GPU, tensors are on cpu)"
+    )
 
 
 def test_a_foreign_attention_function_is_named(compressed, on_cpu):

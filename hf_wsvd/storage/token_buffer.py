@@ -15,6 +15,11 @@ def slack(tokens: int) -> int:
     return max(8, -(-tokens // 64 // 8) * 8)
 
 
+def whole_blocks(tokens: int, device: torch.device) -> int:
+    """`tokens`, on a GPU rounded up to whole eights: there, kernels copy from multiples of 16 bytes."""
+    return -(-tokens // 8) * 8 if device.type == "cuda" else tokens
+
+
 class TokenBuffer:
     """A tensor `[..., capacity, width]` of which tokens `start` to `end` are in use."""
 
@@ -39,8 +44,13 @@ class TokenBuffer:
     def append(self, tokens: Tensor) -> Tensor:
         """Add `tokens [..., n, width]` and return the view of all."""
         if len(self) == 0:  # nothing to keep: the new tokens may have another batch, dtype or device
-            self.data = tokens.clone(memory_format=torch.contiguous_format)
             self.start, self.end = 0, tokens.shape[-2]
+            room = whole_blocks(tokens.shape[-2], tokens.device)
+            if room == tokens.shape[-2] or torch.is_grad_enabled():
+                self.data = tokens.clone(memory_format=torch.contiguous_format)
+            else:
+                self.data = tokens.new_empty((*tokens.shape[:-2], room, tokens.shape[-1]))
+                self.view.copy_(tokens)
             return self.view
         # Earlier views may be saved for a backward pass, which in-place writes would break.
         if torch.is_grad_enabled() and self.data.is_floating_point():
@@ -62,7 +72,7 @@ class TokenBuffer:
     def _move(self, tokens: int) -> None:
         """Move the tokens in use to the front of a tensor with room for `tokens` and some more."""
         old = self.view
-        self.data = old.new_empty((*old.shape[:-2], tokens + slack(tokens), old.shape[-1]))
+        self.data = old.new_empty((*old.shape[:-2], whole_blocks(tokens + slack(tokens), old.device), old.shape[-1]))
         self.data[..., : old.shape[-2], :] = old
         self.start, self.end = 0, old.shape[-2]
 
