@@ -135,9 +135,14 @@ def on_device(value: Any) -> Any:
 
 def graph_replays() -> Iterable[Outcome]:
     """A captured call whose lengths and query change between replays."""
-    for dtype, code, bits in (("bfloat16", "float", 0), ("float16", "symmetric", 4)):
+    for dtype, code, bits, apart in (
+        ("bfloat16", "float", 0, True),
+        ("float16", "symmetric", 4, True),
+        ("bfloat16", "symmetric", 8, False),
+    ):
+        starts = (0, 0) if apart else None
         case = replace(
-            STEP, dtype=dtype, tokens=3000, code=code, bits=bits, segments=True, lengths=(3000, 1), starts=(0, 0)
+            STEP, dtype=dtype, tokens=3000, code=code, bits=bits, segments=apart, lengths=(3000, 1), starts=starts
         )
         args, keywords = on_device(operands(case))
         with torch.inference_mode():
@@ -148,7 +153,8 @@ def graph_replays() -> Iterable[Outcome]:
                 out = fused_attention(*args, **keywords)
         for lengths, starts in (((3000, 1), (0, 0)), ((17, 2999), (3, 2990)), ((2048, 2049), (2047, 0))):
             keywords["lengths"].copy_(torch.tensor(lengths))
-            keywords["starts"].copy_(torch.tensor(starts))
+            if apart:
+                keywords["starts"].copy_(torch.tensor(starts))
             args[0].normal_()
             graph.replay()
             torch.cuda.synchronize()

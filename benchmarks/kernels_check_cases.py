@@ -33,7 +33,34 @@ def _in_16_bits(cases: list[DecodeCase]) -> list[DecodeCase]:
     return [replace(case, dtype=dtype) for dtype in DTYPES for case in cases]
 
 
+# What the Hopper kernels take, so that they serve these cases where there is such a GPU.
+HOPPER_CODES = [("float", 0), *[(code, bits) for code in ("symmetric", "asymmetric") for bits in (8, 4)]]
+HOPPER = [
+    *[replace(case, code=code, bits=bits) for case in (STEP, GROUPED, SEVEN) for code, bits in HOPPER_CODES],
+    *[replace(case, code=code, bits=bits, peak=50.0) for case in (STEP, GROUPED) for code, bits in HOPPER_CODES],
+    *[
+        replace(case, code=code, bits=bits, tokens=4104, lengths=(4097, 70), poison=True)
+        for case in (STEP, GROUPED)
+        for code, bits in HOPPER_CODES
+    ],
+    *[
+        replace(STEP, heads=3, head_dim=64, key_rank=32, value_rank=32, code=code, bits=bits)
+        for code, bits in HOPPER_CODES
+    ],
+    *[replace(STEP, key_rank=32, value_rank=32, code=code, bits=bits) for code, bits in HOPPER_CODES],
+    *[replace(GROUPED, group=12, batch=1, tokens=tokens) for tokens in (1, 63, 129, 9001)],
+    *[replace(STEP, batch=1, tokens=tokens) for tokens in (1, 63, 129, 9001)],
+    *[replace(case, row_batch=2, tokens=2000) for case in (STEP, GROUPED)],
+    *[
+        replace(case, batch=1, heads=8, tokens=32_768, code=code, bits=bits)
+        for case in (STEP, GROUPED)
+        for code, bits in HOPPER_CODES
+    ],
+]
+
+
 GROUPS: dict[str, list[DecodeCase]] = {
+    "Hopper kernels": _in_16_bits(HOPPER),
     "codes": _in_16_bits([_of(case, *form) for form in CODED for case in (STEP, GROUPED)]),
     "codes, several queries": _in_16_bits([_of(SEVERAL, *form) for form in CODED[:6]]),
     "dense heads": _in_16_bits([_of(replace(case, **WHOLE), *form) for form in CODED for case in (STEP, SEVEN)]),
