@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="groups of rows; default: all")
     parser.add_argument("--baseline", type=Path, help="earlier results: exit with 1 where ours became slower")
     parser.add_argument("--tolerance", type=float, default=0.03, help="what a time may grow by, relative")
+    parser.add_argument("--baselines", nargs="+", choices=BASELINES, default=list(BASELINES), help="default: all")
     parser.add_argument("--replays", type=int, default=REPLAYS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -62,7 +63,7 @@ def main() -> None:
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s", flush=True)
     with torch.inference_mode():
         for row in [row for name in arguments.rows for row in ROWS[name]]:
-            dense, missing = dense_times(row, arguments.replays)
+            dense, missing = dense_times(row, arguments.baselines, arguments.replays)
             results["not_run"] = missing | results["not_run"]
             for form in row.forms:
                 measured = measure(row.shape, form, arguments.replays, bandwidth)
@@ -123,12 +124,15 @@ def expected(operands: Operands) -> Tensor:
     return fused_attention_oracle(first.query, [first.part], first.rotation, scaling=first.scaling)
 
 
-def dense_times(row: Row, replays: int) -> tuple[dict[str, Times], dict[str, str]]:
+def dense_times(row: Row, names: Sequence[str], replays: int) -> tuple[dict[str, Times], dict[str, str]]:
     """Times of the baselines on a shape, and why others did not run."""
     sets = rotating(lambda: random_dense(row.shape), lambda dense: dense.key.nbytes + dense.value.nbytes)
     reference = by_definition(sets[0])
     found, missing = {}, {}
     for name, prepare in BASELINES.items():
+        if name not in names:
+            missing[name] = "not asked for"
+            continue
         if not row.all_baselines and name in SLOW_TO_SET_UP:
             continue
         try:
