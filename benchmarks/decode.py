@@ -89,12 +89,12 @@ def measure(shape: DecodeShape, form: Form, replays: int, bandwidth: float) -> d
         ours(sets[0])
     times = cold_times([lambda operands=operands: ours(operands) for operands in sets], replays)
     wanted = expected(sets[0])
-    must_agree(ours(sets[0]), wanted, f"ours, {form.name}")
+    must_agree(ours(sets[0]), wanted, f"ours, {form.code} {form.bits}")
     other = {}
     if fitting_wsvd(sets[0]):
         other["wsvd_method"] = fastest(wsvd_method, sets, WSVD_TILES, replays).median
         got = wsvd_method(sets[0], WSVD_TILES[0]).transpose(1, 2)
-        must_agree(got, wanted, f"WSVD's method, {form.name}")
+        must_agree(got, wanted, f"WSVD's method, {form.code} {form.bits}")
     read = sets[0].cache_bytes()
     floor = 1e3 * read / bandwidth
     sizes = {**shape._asdict(), "rank": shape.key_rank, "code": form.code, "bits": form.bits}
