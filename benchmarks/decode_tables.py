@@ -44,6 +44,24 @@ def decode(results: dict[str, Any]) -> str:
     return with_note(markdown_table(header, lines), note, results)
 
 
+def decode_summary(results: dict[str, Any]) -> str:
+    """A line a shape: how many times as fast as the best dense kernel each form is."""
+    forms = list(dict.fromkeys(form_name(row["code"], row["bits"]) for row in results["rows"]))
+    shapes: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in results["rows"]:
+        shape = (f"{row['query_heads']}/{row['kv_heads']}", f"{row['batch']} x {row['tokens']:,}")
+        shapes.setdefault(shape, {})[form_name(row["code"], row["bits"])] = row
+    lines = []
+    for shape, rows in shapes.items():
+        dense = min(next(iter(rows.values()))["dense_ms"].values())
+        cells = [f"{rows[form]['speedup_vs_best_dense']:.2f}" if form in rows else "" for form in forms]
+        lines.append([*shape, f"{dense:.4f}", *cells])
+    header = ["query/KV heads", "batch x tokens", "best dense, ms", *(f"{form}, times as fast" for form in forms)]
+    return with_note(
+        markdown_table(header, lines), "Attention of one decode step, inputs not in the L2 cache", results
+    )
+
+
 def decode_baselines(results: dict[str, Any]) -> str:
     """Every dense baseline by shape."""
     names = list(dict.fromkeys(name for row in results["rows"] for name in row["dense_ms"]))

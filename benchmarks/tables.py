@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_tables import cache_bytes, cache_memory, cache_quality, cache_quality_summary
-from decode_tables import decode, decode_baselines, kernels_check
+from decode_tables import decode, decode_baselines, decode_summary, kernels_check
 from fit_tables import fit_smollm2, fit_summary, fit_time_h200, fit_vlm
 from headguard_tables import (
     head_guard_decode,
@@ -113,6 +113,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "headguard_vlm_uniform_wins": headguard_uniform_wins,
     "headguard_vlm_agreement": headguard_agreement,
     "decode_h200": decode,
+    "decode_h200_summary": decode_summary,
     "decode_h200_baselines": decode_baselines,
     "kernels_check_h200": kernels_check,
     "fit_vlm_summary": fit_summary,
