@@ -70,7 +70,8 @@ def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
     ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))  # no vector loads
     if ragged or row_block(call) > 32:
         return tile._replace(block_tokens=narrow, num_warps=8)
-    if part.key_up is not None and block(part.key.width) * head_dim > 64 * 128:
+    wide = part.key_up is not None and block(part.key.width) * head_dim > 64 * 128
+    if wide or (part.key_bias is not None and part.places is not None):
         return tile._replace(block_tokens=narrow)
     return tile
 
