@@ -68,10 +68,9 @@ def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
         return tile._replace(block_tokens=16, num_warps=4, num_stages=1)
     narrow = min(tile.block_tokens, 32)
     ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))  # no vector loads
-    if ragged or row_block(call) > 32:
+    if ragged or row_block(call) > 32 or (part.key_bias is not None and part.places is not None):
         return tile._replace(block_tokens=narrow, num_warps=8)
-    wide = part.key_up is not None and block(part.key.width) * head_dim > 64 * 128
-    if wide or (part.key_bias is not None and part.places is not None):
+    if part.key_up is not None and block(part.key.width) * head_dim > 64 * 128:
         return tile._replace(block_tokens=narrow)
     return tile
 
