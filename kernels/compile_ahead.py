@@ -152,21 +152,21 @@ def covering_plan(variants: Iterable[Variant]) -> list[tuple[Variant, int]]:
 
 def covering(variants: Iterable[Variant]) -> list[Variant]:
     """Few variants in which every kernel, every type of an argument and every word among the constants occurs, and of
-    the numbers among them the smallest and the largest."""
+    the numbers among them the largest."""
     variants = list(variants)
     numbers: dict[tuple[object, str], list[int]] = {}
     for variant in variants:
         for name, value in variant.constexprs.items():
             if type(value) is int:
                 numbers.setdefault((variant.kernel, name), []).append(value)
-    extremes = {key: (min(values), max(values)) for key, values in numbers.items()}
+    largest = {key: max(values) for key, values in numbers.items()}
 
     def facts(variant: Variant) -> set[tuple[object, str, object]]:
         items = [*variant.signature.items(), *variant.constexprs.items()]
         return {
             (variant.kernel, name, value)
             for name, value in items
-            if type(value) is not int or value in extremes[variant.kernel, name]
+            if type(value) is not int or value == largest[variant.kernel, name]
         }
 
     left = {variant.name: facts(variant) for variant in variants}
