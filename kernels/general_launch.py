@@ -44,8 +44,11 @@ def general_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None)
     return partial, lse
 
 
-def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
-    """The entry of the tile tables for a part, by shapes alone; smaller where its loads take more registers."""
+def choose_tile(part: DecodePart, call: DecodeCall, architecture: int | None = None) -> Tile:
+    """The entry of the tile tables for a part, by shapes alone; smaller where its loads take more registers.
+
+    `architecture`: a compute capability such as 90; None: that of the query's device.
+    """
     batch, _, queries, head_dim = call.query.shape
     heads, slots = part.key.payload.shape[1:3]
     tile = tile_for(
@@ -68,11 +71,22 @@ def choose_tile(part: DecodePart, call: DecodeCall) -> Tile:
         return tile._replace(block_tokens=16, num_warps=4, num_stages=1)
     narrow = min(tile.block_tokens, 32)
     ragged = any(stored.width % 16 or stored.bits == 3 for stored in (part.key, part.value))  # no vector loads
-    if ragged or row_block(call) > 32:
+    if ragged or row_block(call) > 32 or (part.key_bias is not None and part.places is not None):
         return tile._replace(block_tokens=narrow, num_warps=8)
-    if part.key_up is not None and block(part.key.width) * head_dim > 64 * 128:
+    if architecture is None:
+        architecture = compute_capability(call.query.device)
+    wide = part.key_up is not None and block(part.key.width) * head_dim > 64 * 128
+    cramped = architecture >= 120 or (architecture < 90 and "codebook" in (part.key.code, part.value.code))
+    if wide or cramped:
         return tile._replace(block_tokens=narrow)
     return tile
+
+
+@lru_cache(maxsize=64)
+def compute_capability(device: torch.device) -> int:
+    """Of a CUDA device, such as 90 for 9.0; 0 for others."""
+    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    return 10 * major + minor
 
 
 def row_block(call: DecodeCall) -> int:

@@ -16,7 +16,8 @@ from .general_launch import choose_tile, launch_arguments
 from .latent_heads import Rotation
 from .packing import packed_width
 from .stored_tokens import DecodePart, KeyNormWeights, StoredTokens
-from .variants import Variant
+from .tiles import Tile
+from .variants import ARCHITECTURES, Variant
 
 
 TYPES = {
@@ -77,13 +78,19 @@ def variants() -> Iterator[Variant]:
     merges = {}
     for form in FORMS:
         part, call = operands(form)
-        tile = choose_tile(part, call)
         shape = (1, 4, form.rows, 128)
         partial, lse = _empty(*shape, form.rank), _empty(*shape)
-        arguments, constants = launch_arguments(part, call, partial, lse, tile.split_tokens)
-        constants["TOKENS"] = tile.block_tokens
-        options = (tile.num_warps, tile.num_stages)
-        yield variant(f"general_decode {form}", general_decode_kernel, arguments, constants, CHANGING, *options)
+        served: dict[Tile, tuple[int, ...]] = {}
+        for architecture in ARCHITECTURES:
+            tile = choose_tile(part, call, architecture)
+            served[tile] = (*served.get(tile, ()), architecture)
+        for tile, architectures in served.items():
+            arguments, constants = launch_arguments(part, call, partial, lse, tile.split_tokens)
+            constants["TOKENS"] = tile.block_tokens
+            options = (tile.num_warps, tile.num_stages)
+            name = f"general_decode {form} tokens={tile.block_tokens}"
+            found = variant(name, general_decode_kernel, arguments, constants, CHANGING, *options)
+            yield found._replace(architectures=architectures)
         merges[form.dtype, form.head_dim, part.value_up is None, form.rank] = (part, partial, lse)
     for (dtype, head_dim, latent, rank), (part, partial, lse) in merges.items():
         out = _empty(1, partial.shape[2], 4, head_dim, dtype=dtype)

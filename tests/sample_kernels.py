@@ -82,5 +82,5 @@ if __name__ == "__main__":
     architectures = [int(argument) for argument in sys.argv[1:]]
     for sample in SAMPLES:
         served = [architecture for architecture in architectures if architecture in sample.architectures]
-        for row in check("sample_kernels", [(sample, served[0])]):
+        for row in check([("sample_kernels", sample, served[0])]):
             print(json.dumps(row))

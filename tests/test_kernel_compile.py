@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 KERNELS = Path(__file__).parent.parent / "kernels"
 SAMPLES = Path(__file__).parent / "sample_kernels.py"
 LISTING = re.compile(r"^def variants\(", re.MULTILINE)
-SHARES = 2  # of a module's compilations, for as many processes of tests
+SHARES = 2  # of the compilations, for as many processes of tests
 MODULES = sorted(path.stem for path in KERNELS.glob("*.py") if LISTING.search(path.read_text()))
 
 
@@ -44,10 +44,9 @@ def complaints(rows: list[dict]) -> list[str]:
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-@pytest.mark.parametrize("module", MODULES)
-def test_variants_fit(module, share, tmp_path):
-    """Those that show every type and constant for sm_90, one of each kernel for the other architectures."""
-    command = ["-m", "hf_wsvd.kernels.compile_ahead", module, "--covering", "--share", str(share), str(SHARES)]
+def test_variants_fit(share, tmp_path):
+    """Those that show every type, word and largest number for sm_90, one of each kernel for the others."""
+    command = ["-m", "hf_wsvd.kernels.compile_ahead", *MODULES, "--covering", "--share", str(share), str(SHARES)]
     assert complaints(rows_of(*command, "--json", cache=tmp_path)) == []
 
 
@@ -112,6 +111,13 @@ def test_shared_memory_is_judged_by_architecture():
     assert [resources.complaint(architecture) is None for architecture in (80, 89, 90)] == [True, False, True]
 
 
+@pytest.mark.parametrize(
+    ("registers", "spills", "fits"), [(255, 0, True), (80, 2, True), (80, 3, False), (255, 1, False)]
+)
+def test_one_number_in_memory_with_registers_to_spare_is_no_spill(registers, spills, fits):
+    assert (Resources(registers, spills, shared=0).complaint(90) is None) == fits
+
+
 VARIANTS = [
     Variant(f"{kind} {rank} {bits}", "kernel", {"payload": kind}, {"RANK": rank, "BITS": bits})
     for kind in ("*bf16", "*fp16")
@@ -120,12 +126,18 @@ VARIANTS = [
 ]
 
 
-def test_covering_shows_every_type_and_constant_in_few_variants():
-    chosen = covering(VARIANTS)
+def test_covering_shows_every_type_and_word_and_the_largest_numbers_in_few_variants():
+    variants = [
+        variant._replace(constexprs={**variant.constexprs, "CODE": code}, name=f"{code} {variant.name}")
+        for code in ("symmetric", "codebook", None)
+        for variant in VARIANTS
+    ]
+    chosen = covering(variants)
     assert len(chosen) == 3
-    for seen in ("signature", "constexprs"):
-        facts = [{item for variant in some for item in getattr(variant, seen).items()} for some in (chosen, VARIANTS)]
-        assert facts[0] == facts[1]
+    assert {variant.signature["payload"] for variant in chosen} == {"*bf16", "*fp16"}
+    assert {variant.constexprs["CODE"] for variant in chosen} == {"symmetric", "codebook", None}
+    for name, largest in (("RANK", {128}), ("BITS", {8})):
+        assert {variant.constexprs[name] for variant in chosen} >= largest
 
 
 def test_covering_tells_kernels_apart():
