@@ -66,13 +66,17 @@ def sequence_tokens(
     `places` the parts say where the sequence ends.
 
     Raises:
-        ValueError: parts with `places` and nothing else to tell the length.
+        ValueError: parts with `places` and nothing else to tell the length; a rotation or mask without such an axis.
     """
     if all(part.places is None for part in parts):
         return max(part.first + part.key.payload.shape[2] for part in parts)
     if rotation is not None:
+        if rotation.cos.dim() != 3:
+            raise ValueError(f"rotation.cos={list(rotation.cos.shape)} is not allowed; allowed: [1 or B, places, d/2]")
         return rotation.cos.shape[1]
     if mask is not None:
+        if mask.dim() != 4:
+            raise ValueError(f"mask={list(mask.shape)} is not allowed; allowed: [1 or B, 1 or Hq, 1 or N, places]")
         return mask.shape[-1]
     if lengths is not None:
         return 2**31 - 1

@@ -5,6 +5,7 @@ Every function here raises ValueError that names the argument, what was given an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,8 @@ def check_parts(parts: Sequence[DecodePart], query: Tensor) -> None:
     for number, part in enumerate(parts):
         check_part(f"parts[{number}]", part, query)
     count = layer_heads(parts)
+    if not 1 <= count <= query.shape[1]:
+        refuse("parts", f"(tokens of {count} KV heads)", f"1 to {query.shape[1]}, the query's heads")
     present = [head for part in parts for head in part_heads(part)]
     missing = [head for head in range(count) if head not in present]
     if missing:
@@ -78,7 +81,7 @@ def check_part(name: str, part: DecodePart, query: Tensor) -> None:
         _check_tensor(f"{name}.{side}_bias", bias, (shape[1], head_dim), FLOATS, query)
     if part.heads is not None:
         heads = tuple(part.heads)
-        if len(set(heads)) != shape[1] or len(heads) != shape[1] or min(heads) < 0:
+        if len(set(heads)) != shape[1] or len(heads) != shape[1] or any(head < 0 for head in heads):
             refuse(f"{name}.heads", part.heads, f"{shape[1]} different heads from 0 on, as the payload has")
     if part.places is None and part.first < 0:
         refuse(f"{name}.first", part.first, "0 or more")
@@ -101,7 +104,7 @@ def check_stored(name: str, stored: StoredTokens, shape: tuple[int, int, int], q
         refuse(f"{name}.scales", _described(stored.scales), f"a tensor with the codes {SCALED}, None with others")
     if stored.scales is not None:
         kinds = 2 if stored.code == "asymmetric" else 1
-        numbers = stored.scales.shape[-1]
+        numbers = stored.scales.shape[-1] if stored.scales.dim() else 0
         if numbers == 0 or numbers % kinds or stored.width % (numbers // kinds):
             refuse(f"{name}.scales", _described(stored.scales), f"groups of equal size of {stored.width} channels")
         _check_tensor(f"{name}.scales", stored.scales, (*shape, numbers), (torch.float16,), query)
@@ -138,8 +141,8 @@ def check_call(call: DecodeCall) -> None:
         _check_device("mask", mask, query)
     _check_tensor("lengths", call.lengths, (batch,), (torch.int32,), query)
     _check_tensor("starts", call.starts, (batch,), (torch.int32,), query)
-    if call.softcap is not None and not call.softcap > 0:
-        refuse("softcap", call.softcap, "a positive number or None")
+    if call.softcap is not None and not 0 < call.softcap < math.inf:
+        refuse("softcap", call.softcap, "a positive, finite number or None")
     if call.window is not None and call.window < 1:
         refuse("window", call.window, "1 or more, or None")
     if call.norm is not None:

@@ -125,9 +125,11 @@ def choose_for(step: DecodeStep) -> Choice:
 
 def kernel_of_step(step: DecodeStep) -> Choice:
     """The kernel for one run of keys and of values, as far as a step tells without its operands."""
+    from .hopper_launch import group_obstacle
     from .hopper_operands import form_obstacle, hopper_obstacle
 
-    name = fast_kernel(step.query_heads // step.heads)
+    group = step.query_heads // step.heads
+    name = fast_kernel(group)
     obstacle = "the general kernel was asked for" if _preference.kernel == "general" else hopper_obstacle(step.device)
     if obstacle is None and not step.rotated:
         obstacle = "keys are not rotated"
@@ -137,6 +139,9 @@ def kernel_of_step(step: DecodeStep) -> Choice:
         obstacle = "keys and values are kept in different forms"
     if obstacle is None:
         obstacle = form_obstacle(step.head_dim, step.dtype, *step.forms[0])
+    if obstacle is None and group > 1:
+        width, _, bits, _ = step.forms[0]
+        obstacle = group_obstacle(group, step.dtype, width, bits)
     if obstacle is not None:
         return Choice("general", f"{name}: {obstacle}")
     return Choice(name, f"{step.query_heads} query heads over {step.heads} heads, without a mask")

@@ -28,6 +28,7 @@ SHORTEST_SPLIT = 4 * TILE_TOKENS
 HALVES = 2  # of a tile, each with a result of its own
 LARGEST_GROUP = 16
 GROUP_RANK = 64  # of tile reconstruction
+MOST_HEADS = 2  # of a program of position queries
 
 
 def position_query_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
@@ -40,14 +41,24 @@ def position_query_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
 
 def tile_reconstruction_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
     """Why the tile-reconstruction kernel cannot serve a part of a call; None if it can."""
-    if call.query.shape[2] > 1 or not 1 < call.group <= LARGEST_GROUP:
-        return f"{call.group} query heads a head and {call.query.shape[2]} tokens, not 2 to {LARGEST_GROUP} and 1"
-    obstacle = hopper_obstacle(call.query.device) or operands_obstacle(part, call)
-    if obstacle is None and part.key.width != GROUP_RANK:
-        return f"rank {part.key.width}, not {GROUP_RANK}"
-    if obstacle is None and part.key.bits < 16 and call.query.dtype != torch.bfloat16:
+    if call.query.shape[2] > 1:
+        return f"{call.query.shape[2]} query tokens, not 1"
+    return (
+        hopper_obstacle(call.query.device)
+        or operands_obstacle(part, call)
+        or group_obstacle(call.group, call.query.dtype, part.key.width, part.key.bits)
+    )
+
+
+def group_obstacle(group: int, dtype: torch.dtype, width: int, bits: int) -> str | None:
+    """What tile reconstruction asks beyond `form_obstacle`: why not tokens of this form and a query of `dtype`."""
+    if not 1 < group <= LARGEST_GROUP:
+        return f"{group} query heads a head, not 2 to {LARGEST_GROUP}"
+    if width != GROUP_RANK:
+        return f"rank {width}, not {GROUP_RANK}"
+    if bits < 16 and dtype != torch.bfloat16:
         return "weights times scales can be too small for float16"
-    return obstacle
+    return None
 
 
 def position_query_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
@@ -59,10 +70,15 @@ def position_query_decode(part: DecodePart, call: DecodeCall, tile: Tile | None 
 
     Returns:
         `partial [B, Hp, 1, splits, rank]` and `lse [B, Hp, 1, splits]`, both fp32.
+
+    Raises:
+        ValueError: a tile of more heads, other tokens or other warps than the kernel is made for.
     """
     from .position_query import position_query_kernel
 
     tile = tile or choose_tile("position_query", part, call)
+    if tile.heads > MOST_HEADS:
+        raise ValueError(f"tile={tile} is not allowed; allowed: heads=1 or {MOST_HEADS}")
     together = tile.heads if part.key.payload.shape[1] % tile.heads == 0 else 1
     return launch(position_query_kernel, part, call, tile, together, HEADS=together)
 

@@ -61,8 +61,8 @@ def operands_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
     obstacle = form_obstacle(head_dim, query.dtype, key.width, key.code, key.bits, key.groups)
     if obstacle is not None:
         return obstacle
-    if rotation.cos.dtype != query.dtype:
-        return f"rotary rows of {rotation.cos.dtype}, not the query's dtype"
+    if not rotation.cos.dtype == rotation.sin.dtype == query.dtype:
+        return f"rotary rows of {rotation.cos.dtype} and {rotation.sin.dtype}, not the query's dtype"
     for name in ("mask", "softcap", "window", "starts"):
         if getattr(call, name) is not None:
             return f"there is a {name}"

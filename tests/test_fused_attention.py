@@ -18,8 +18,9 @@ from kernel_cases import (
 
 from hf_wsvd.kernels.dequantize import read_tokens
 from hf_wsvd.kernels.fused_attention import fused_attention
+from hf_wsvd.kernels.latent_heads import Rotation
 from hf_wsvd.kernels.ops import results_of_parts
-from hf_wsvd.kernels.stored_tokens import KeyNormWeights
+from hf_wsvd.kernels.stored_tokens import DecodePart, KeyNormWeights
 from hf_wsvd.storage.fp8 import Fp8Codec
 from hf_wsvd.storage.hadamard import HadamardCodec
 from hf_wsvd.storage.minmax import MinMaxCodec
@@ -203,6 +204,19 @@ def changed(position: int, value):
     return lambda args, keywords: args.__setitem__(position, value(args[position]))
 
 
+def without_heads(part):
+    """The same part with its axis of heads empty."""
+
+    def cut(tensor):
+        return None if tensor is None else tensor[:0]
+
+    key, value = (
+        stored._replace(payload=stored.payload[:, :0], scales=stored.scales[:, :0])
+        for stored in (part.key, part.value)
+    )
+    return DecodePart(key, value, cut(part.key_up), cut(part.value_up), cut(part.key_bias), cut(part.value_bias))
+
+
 REFUSED = {
     "query=": changed(0, lambda query: query[0]),
     "query.dtype=": changed(0, lambda query: query.double()),
@@ -213,6 +227,9 @@ REFUSED = {
     "query.device=meta": changed(0, lambda query: query.to("meta")),
     "parts=[]": changed(1, lambda parts: []),
     "parts=(no tokens of heads [0])": changed_part(heads=(1, 2)),
+    "parts=(tokens of 5 KV heads)": changed_part(heads=(0, 4)),
+    "parts=(tokens of 0 KV heads)": changed(1, lambda parts: [without_heads(parts[0])]),
+    "parts=(tokens of 0 KV heads) is": changed(1, lambda parts: [without_heads(parts[0])._replace(heads=())]),
     "parts[0].heads=(0, 0)": changed_part(heads=(0, 0)),
     "parts[0].heads=(0,)": changed_part(heads=(0,)),
     "parts[0].first=-1": changed_part(first=-1),
@@ -232,6 +249,7 @@ REFUSED = {
     "parts[0].key.scales=None": changed_key(scales=None),
     "parts[0].key.scales=[2, 2, 70, 3]": changed_key(scales=torch.zeros(2, 2, 70, 3).half()),
     "parts[0].key.scales=[2, 2, 70, 6]": changed_key(scales=torch.zeros(2, 2, 70, 6).half()),
+    "parts[0].key.scales=[] ": changed_key(scales=torch.tensor(1.0).half()),
     "parts[0].key.scales.dtype=": changed_key(scales=torch.zeros(2, 2, 70, 2)),
     "parts[0].key.head_scales=": changed_key(head_scales=torch.ones(2)),
     "parts[0].key.levels=": changed_key(levels=torch.zeros(16)),
@@ -243,6 +261,7 @@ REFUSED = {
     "lengths.dtype=": lambda args, keywords: keywords.update(lengths=torch.zeros(2, dtype=torch.int64)),
     "starts=[1]": lambda args, keywords: keywords.update(starts=torch.zeros(1, dtype=torch.int32)),
     "softcap=0": lambda args, keywords: keywords.update(softcap=0.0),
+    "softcap=inf": lambda args, keywords: keywords.update(softcap=float("inf")),
     "window=0": lambda args, keywords: keywords.update(window=0),
     "norm.weight=[15]": lambda args, keywords: keywords.update(norm=KeyNormWeights(torch.ones(15), 1e-6)),
 }
@@ -261,6 +280,22 @@ def test_the_length_of_a_sequence_must_be_known(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     args, keywords = operands(DecodeCase(rotated=0, places=True))
     with pytest.raises(ValueError, match="lengths"):
+        fused_attention(*args, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("rotated", "position", "value", "message"),
+    [
+        (16, 2, Rotation(torch.ones(70), torch.ones(70)), "rotation.cos=[70]"),
+        (0, 3, torch.tensor(True), "mask=[]"),
+    ],
+    ids=["rotation", "mask"],
+)
+def test_what_tells_the_length_must_have_an_axis_of_places(rotated, position, value, message, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    args, keywords = operands(DecodeCase(rotated=rotated, places=True))
+    args[position] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
         fused_attention(*args, **keywords)
 
 

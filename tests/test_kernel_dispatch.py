@@ -27,10 +27,12 @@ from hf_wsvd.kernels import (
     triton_support,
     use,
 )
+from hf_wsvd.kernels.decode_call import DecodeCall
 from hf_wsvd.kernels.dispatch import (
     DecodeStep,
     choose_for,
 )
+from hf_wsvd.kernels.tiles import Tile
 
 
 STEP = DecodeStep(torch.device("cuda"), torch.bfloat16, query_tokens=1, query_heads=32, heads=32, head_dim=128)
@@ -113,6 +115,46 @@ def test_fast_kernels_come_first_where_they_fit(step, kernel, reason, hopper):
 )
 def test_the_general_kernel_says_why_no_faster_one_serves(forms, reason, hopper):
     assert choose_for(MHA._replace(forms=forms)) == ("general", f"position_query: {reason}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "form", "reason"),
+    [
+        ({}, (32, "symmetric", 8, 1), "rank 32, not 64"),
+        ({"dtype": torch.float16}, INT8, "weights times scales can be too small for float16"),
+        ({"heads": 1}, INT8, "32 query heads a head, not 2 to 16"),
+    ],
+    ids=["rank", "float16", "group"],
+)
+def test_what_is_said_of_groups_of_query_heads_is_what_runs(changes, form, reason, hopper, monkeypatch):
+    """A model's step and the operands of a call have one answer."""
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    step = GQA._replace(forms=(form, form), **changes)
+    assert choose_for(step) == ("general", f"tile_reconstruction: {reason}")
+    width, code, bits, _ = form
+    payload = torch.zeros(1, step.heads, 8, width, dtype=torch.uint8)
+    stored = StoredTokens(payload, torch.zeros(1, step.heads, 8, 1).half(), width, code, bits)
+    up = torch.zeros(step.heads, 128, width, dtype=step.dtype)
+    rotation = Rotation(*torch.zeros(2, 1, 8, 64, dtype=step.dtype))
+    query = torch.zeros(1, 32, 1, 128, dtype=step.dtype)
+    assert choose(query, [DecodePart(stored, stored, up, up)], rotation) == choose_for(step)
+
+
+def test_rows_of_both_kinds_must_have_the_query_s_dtype(hopper, monkeypatch):
+    """A bulk copy of sines in fp32 would bring other bytes than the kernel waits for."""
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    rotation = Rotation(torch.zeros(1, 8, 64).bfloat16(), torch.zeros(1, 8, 64))
+    found = explain(torch.zeros(1, 4, 1, 128).bfloat16(), [part_of()], rotation)
+    assert found.kernel == "general"
+    assert "rotary rows of torch.bfloat16 and torch.float32" in found.reason
+
+
+def test_a_tile_of_more_heads_than_the_kernel_keeps_is_refused(hopper):
+    part = part_of()
+    rotation = Rotation(*torch.zeros(2, 1, 8, 64).bfloat16())
+    call = DecodeCall(torch.zeros(1, 4, 1, 128).bfloat16(), 4, 8, 1.0, rotation)
+    with pytest.raises(ValueError, match="allowed: heads=1 or 2"):
+        hopper_launch.position_query_decode(part, call, Tile(128, 512, 4, 3, heads=4))
 
 
 def test_other_gpus_have_the_general_kernel(triton, monkeypatch):
