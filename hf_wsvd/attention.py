@@ -19,8 +19,8 @@ from .call import WSVD_FUNCTIONS, DenseCall, LatentCall, active_call, set_active
 from .compat import cache_of
 from .decode_operands import decode_parts, key_norm_weights
 from .decoder import decoder_attentions, decoder_of
-from .kernels import choose, fused_attention, latent_attention
-from .kernels.dispatch import device_obstacle, kernels_can_run
+from .kernels import fused_attention, latent_attention
+from .kernels.dispatch import device_obstacle, kernels_can_run, needs_torch
 from .latent_layers import LatentMixin
 from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
@@ -218,7 +218,7 @@ def fused(
     norm = key_norm_weights(call, call.attention._wsvd)
     parts = norm if isinstance(norm, str) else decode_parts(call, query)
     rotation = call.rotation()
-    if choose(query, parts, rotation, norm=norm, mask=mask).kernel == "torch":
+    if needs_torch(query, parts, rotation, norm):
         return None
     if mask is not None:
         mask = mask[..., -query.shape[2] :, :]

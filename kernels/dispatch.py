@@ -186,17 +186,39 @@ def choose(
     Returns:
         Kernels of several parts are named with " + " between.
     """
+    choice = choose_for(step_of(query, parts, rotation, norm, heads))
+    if choice.kernel == "torch" or not parts:
+        return choice
+    heads = heads or heads_of(parts)
+    places = sequence_tokens(parts, rotation, mask, None) if all(part.places is None for part in parts) else 0
+    call = DecodeCall(query, heads, places, 1.0, rotation, mask, norm=norm)
+    choices = list(dict.fromkeys(kernel_of(part, call) for part in parts))
+    return Choice(*(" + ".join(dict.fromkeys(texts)) for texts in zip(*choices)))
+
+
+def needs_torch(
+    query: Tensor, parts: Sequence[DecodePart] | str, rotation: Rotation | None, norm: KeyNormWeights | None
+) -> bool:
+    """Whether `choose` says "torch", found without a look at memory or devices: a compiled step may ask."""
+    return choose_for(step_of(query, parts, rotation, norm, None)).kernel == "torch"
+
+
+def step_of(
+    query: Tensor,
+    parts: Sequence[DecodePart] | str,
+    rotation: Rotation | None,
+    norm: KeyNormWeights | None,
+    heads: int | None,
+) -> DecodeStep:
+    """What a choice depends on of operands; arguments as those of `choose`."""
     obstacle = parts if isinstance(parts, str) else None
     parts = () if isinstance(parts, str) else parts
-    if heads is None:
-        of_parts = {head for part in parts for head in part.heads or range(part.key.payload.shape[1])}
-        heads = len(of_parts) or query.shape[1]
-    step = DecodeStep(
+    return DecodeStep(
         device=query.device,
         dtype=query.dtype,
         query_tokens=query.shape[2],
         query_heads=query.shape[1],
-        heads=heads,
+        heads=heads or heads_of(parts) or query.shape[1],
         head_dim=query.shape[3],
         rotated=rotation is not None,
         bias=any(part.key_bias is not None for part in parts),
@@ -204,13 +226,11 @@ def choose(
         gradients=needs_gradients(query, parts),
         obstacle=obstacle,
     )
-    choice = choose_for(step)
-    if choice.kernel == "torch" or not parts:
-        return choice
-    places = sequence_tokens(parts, rotation, mask, None) if all(part.places is None for part in parts) else 0
-    call = DecodeCall(query, heads, places, 1.0, rotation, mask, norm=norm)
-    choices = list(dict.fromkeys(kernel_of(part, call) for part in parts))
-    return Choice(*(" + ".join(dict.fromkeys(texts)) for texts in zip(*choices)))
+
+
+def heads_of(parts: Sequence[DecodePart]) -> int:
+    """KV heads that the parts have together."""
+    return len({head for part in parts for head in part.heads or range(part.key.payload.shape[1])})
 
 
 def needs_gradients(query: Tensor, parts: Sequence[DecodePart]) -> bool:

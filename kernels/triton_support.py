@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 
-_INSTALLED = find_spec("triton") is not None  # looked up once, where no tracer sees it
+OLDEST_TRITON = "3.6"  # the kernels were not tried with an older one
+
+
+def version_obstacle() -> str | None:
+    """Why the Triton that is installed does not run the kernels; None if it does."""
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # a build without metadata
+        return None
+    if Version(found).release < Version(OLDEST_TRITON).release:
+        return f"triton {found} is older than {OLDEST_TRITON}"
+    return None
+
+
+_OBSTACLE = version_obstacle()  # looked up once, where no tracer sees it
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return _INSTALLED
+    """Whether there is a Triton that runs the kernels."""
+    return _OBSTACLE is None
 
 
 def interprets() -> bool:
@@ -27,7 +45,7 @@ def triton_obstacle(device: torch.device) -> str | None:
     """Why no kernel can run on tensors of this device; None: on CUDA, and on the CPU under the interpreter."""
     if device.type != "cuda" and not (device.type == "cpu" and interprets()):
         return f"tensors are on {device.type}"
-    return None if has_triton() else "triton is not installed"
+    return _OBSTACLE
 
 
 def runs_on(device: torch.device) -> bool:

@@ -43,7 +43,7 @@ INT8 = (64, "symmetric", 8, 1)
 
 @pytest.fixture
 def triton(monkeypatch):
-    monkeypatch.setattr(triton_support, "has_triton", lambda: True)
+    monkeypatch.setattr(triton_support, "_OBSTACLE", None)
 
 
 @pytest.fixture
@@ -78,9 +78,15 @@ def test_what_kernels_cannot_do_goes_the_torch_way(changes, reason, triton):
     assert choose_for(STEP._replace(**changes)) == ("torch", reason)
 
 
-def test_without_triton_there_is_the_torch_path(monkeypatch):
-    monkeypatch.setattr(triton_support, "has_triton", lambda: False)
-    assert choose_for(STEP) == ("torch", "triton is not installed")
+@pytest.mark.parametrize(
+    ("installed", "reason"),
+    [(None, "triton is not installed"), ("3.2.0", "triton 3.2.0 is older than 3.6"), ("3.6.0+git1", None)],
+)
+def test_without_a_triton_that_fits_there_is_the_torch_path(installed, reason, monkeypatch):
+    monkeypatch.setattr(triton_support, "find_spec", lambda name: installed)
+    monkeypatch.setattr(triton_support, "version", lambda name: installed)
+    monkeypatch.setattr(triton_support, "_OBSTACLE", triton_support.version_obstacle())
+    assert choose_for(STEP) == (("general", "it takes any shape") if reason is None else ("torch", reason))
 
 
 @pytest.mark.parametrize(
