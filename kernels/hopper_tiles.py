@@ -7,6 +7,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 
+# Arguments that change as a cache grows: no reason to compile again.
+CHANGING = [
+    *("slots", "first", "split_tokens", "splits", "key_batch_rows", "key_head_rows", "value_batch_rows"),
+    *("value_head_rows", "rows_batch_rows"),
+]
 # Later versions of Triton have other names for them.
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

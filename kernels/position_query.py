@@ -30,10 +30,10 @@ from .hopper_codes import (
     stored_column,
     widened,
 )
-from .hopper_tiles import load_tiles, release
+from .hopper_tiles import CHANGING, load_tiles, release
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=CHANGING)
 def position_query_kernel(
     key,
     value,

@@ -25,10 +25,10 @@ from .hopper_codes import (
     stored_column,
     widened,
 )
-from .hopper_tiles import group_barrier, load_tiles, release
+from .hopper_tiles import CHANGING, group_barrier, load_tiles, release
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=CHANGING)
 def tile_reconstruction_kernel(
     key,
     value,

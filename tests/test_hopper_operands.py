@@ -51,3 +51,14 @@ def test_scales_must_start_at_multiples_of_16_bytes():
     assert strides(16, 1) == (48, 16)
     assert strides(12, 1) is None
     assert strides(12, 2) == (36, 12)
+
+
+def test_a_growing_cache_compiles_nothing_anew():
+    """Whole numbers that change from step to step must not be looked at: 1 and multiples of 16 would be kinds."""
+    pytest.importorskip("triton", minversion="3.6")
+    from hf_wsvd.kernels.position_query import position_query_kernel
+    from hf_wsvd.kernels.tile_reconstruction import tile_reconstruction_kernel
+
+    for kernel in (position_query_kernel, tile_reconstruction_kernel):
+        looked_at = {param.name for param in kernel.params if not param.do_not_specialize and not param.is_constexpr}
+        assert not looked_at & {"slots", "first", "split_tokens", "splits", "key_head_rows", "rows_batch_rows"}
