@@ -168,7 +168,7 @@ class CompressedHeads(Heads):
         cache, batch = WSVDCache(self.model), self.batches[number]
         fill(self.model, batch, cache)
         layers = [cache.layers[attention.layer] for attention in self.attentions]
-        cos, sin = layers[0].rows.visible
+        cos, sin = layers[0].rows.angles
         sides = [layer.keys for layer in layers], [layer.values for layer in layers]
         self.latents.append(tuple([tokens[:, :, batch.image].clone() for tokens in side] for side in sides))
         self.rows.append((cos[:, batch.image], sin[:, batch.image]))
