@@ -28,10 +28,9 @@ def variants() -> Iterator[Variant]:
     """Every form of both kernels, as `launch` runs them; with head numbers and lengths in every second one."""
     forms = product((torch.bfloat16, torch.float16), HEAD_DIMS, RANKS, CODES, (2, 1))
     for number, (dtype, head_dim, rank, code, heads) in enumerate(forms):
-        if rank <= head_dim // 2 or head_dim == 64:
-            name = f"position_query {TYPES[dtype]} head_dim {head_dim} rank {rank} code {code} heads {heads}"
-            constants = {"HEADS": heads}
-            yield variant(name, position_query_kernel, dtype, head_dim, rank, code, constants, number % 2 == 1)
+        name = f"position_query {TYPES[dtype]} head_dim {head_dim} rank {rank} code {code} heads {heads}"
+        constants = {"HEADS": heads}
+        yield variant(name, position_query_kernel, dtype, head_dim, rank, code, constants, number % 2 == 1)
     for number, (dtype, head_dim, code, group) in enumerate(
         product((torch.bfloat16, torch.float16), HEAD_DIMS, CODES, (4, 7, 16))
     ):
