@@ -72,6 +72,8 @@ def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cac
         rotated=latent and binding.layout.rotation != "none",
         bias=latent and module.k_proj.bias is not None,
         norm=norm != "none",
+        interleaved=latent and binding.layout.rotation not in ("none", "halves"),
+        softcap=getattr(module.config, "attn_logit_softcapping", None) is not None,
         obstacle=obstacle,
         forms=forms,
     )

@@ -42,6 +42,7 @@ class DecodeStep(NamedTuple):
         device, dtype: of the query.
         query_tokens, query_heads, heads, head_dim: N, Hq, the layer's KV heads, D.
         rotated, bias, norm: whether keys are rotated, have a bias, are normalised after they are expanded.
+        interleaved, softcap: whether pairs of neighbours are rotated, and scores are capped; of a model's step alone.
         gradients: whether any are needed.
         obstacle: what else stands against a kernel, in words; None for nothing.
         forms: width, code, bits and groups of what is stored, see `StoredTokens`; one each for keys and values that
@@ -57,6 +58,8 @@ class DecodeStep(NamedTuple):
     rotated: bool = False
     bias: bool = False
     norm: bool = False
+    interleaved: bool = False
+    softcap: bool = False
     gradients: bool = False
     obstacle: str | None = None
     forms: tuple[tuple[int, str, int, int], ...] = ()
@@ -135,6 +138,8 @@ def kernel_of_step(step: DecodeStep) -> Choice:
         obstacle = "keys are not rotated"
     if obstacle is None and (step.bias or step.norm):
         obstacle = "keys have a bias" if step.bias else "keys are normalised"
+    if obstacle is None and (step.interleaved or step.softcap):
+        obstacle = "rotation of pairs of neighbours" if step.interleaved else "there is a softcap"
     if obstacle is None and len(set(step.forms)) > 1:
         obstacle = "keys and values are kept in different forms"
     if obstacle is None:

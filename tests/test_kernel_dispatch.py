@@ -97,6 +97,8 @@ def test_without_a_triton_that_fits_there_is_the_torch_path(installed, reason, m
         (STEP, "general", "position_query: keys are not rotated"),
         (MHA._replace(bias=True), "general", "position_query: keys have a bias"),
         (GQA._replace(norm=True), "general", "tile_reconstruction: keys are normalised"),
+        (MHA._replace(interleaved=True), "general", "position_query: rotation of pairs of neighbours"),
+        (GQA._replace(softcap=True), "general", "tile_reconstruction: there is a softcap"),
         (MHA._replace(head_dim=96), "general", "position_query: head_dim=96, not one of (64, 128)"),
         (MHA._replace(dtype=torch.float32), "general", "position_query: query of float32, not of a 16-bit float"),
     ],
@@ -287,6 +289,19 @@ def test_a_model_is_explained_by_groups_of_layers(compressed, dense, on_cpu):
     assert explain(model, cache).splitlines() == [f"layer 0: {general}", f"layer 1: {kivi}", f"layer 2: {general}"]
     assert explain(model, DynamicCache()) == explain(model)
     assert "the attention function is 'sdpa'" in explain(dense("llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 16, "sliding_window": 8}, "there is a softcap"),
+        ("glm", {"attention_bias": False}, "rotation of pairs of neighbours"),
+    ],
+)
+def test_softcaps_and_pairs_of_a_model_are_seen(family, options, reason, on_cpu, hopper):
+    config = WSVDConfig(rank_ratio=0.5, self_check="none", refinement="none", rank_allocation="uniform")
+    model = hf_wsvd.compress(build_family(family, options), config, calibration=calibration_batches("llama"))
+    assert reason in explain(model)
 
 
 def test_on_a_cpu_the_device_is_the_reason(compressed):
