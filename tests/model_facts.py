@@ -26,6 +26,15 @@ def hooks(model: PreTrainedModel) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
+def own_hooks(model: PreTrainedModel) -> int:
+    """Hooks of hf_wsvd alone: transformers adds its own when hidden states are first asked for, and leaves them."""
+    return sum(
+        getattr(getattr(hook, "func", hook), "__module__", "").partition(".")[0] == "hf_wsvd"
+        for m in model.modules()
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+    )
+
+
 def projections(model: PreTrainedModel) -> dict[str, int | None]:
     """Name to rank of every decoder projection, None where it is an ordinary linear layer."""
     sides = [(a, side, getattr(a.module, f"{side}_proj")) for a in decoder_attentions(model) for side in "kv"]
