@@ -28,7 +28,9 @@ from .variants import ARCHITECTURES, Variant
 # Capability").
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-SPILL = re.compile(r"^\s+/\*\w+\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)  # stores to local memory, loads from it
+SPILL = re.compile(r"^\s+/\*(\w+)\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)  # stores to local memory, loads from it
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(.*)", re.MULTILINE)
+JUMP = re.compile(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)")
 FEW_REGISTERS = 96  # a program of 16 warps could have 128
 COVERED = 90  # the architecture for which a quick check covers all types and constants
 
@@ -38,7 +40,8 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: of a thread.
-        spills: instructions that write registers to a thread's own memory or read them back. A stack frame alone is
+        spills: instructions that write registers to a thread's own memory or read them back; of programs whose warps
+            part, those in loops: what they hand over is set aside once. A stack frame alone is
             no spill: calls of the division that rounds right have one, and mostly leave it untouched.
         shared: bytes of shared memory.
     """
@@ -105,7 +108,27 @@ def _usage(cubin: bytes, name: str) -> tuple[int, int]:
             raise RuntimeError(f"cuobjdump says nothing of {name}: {text!r}")
         registers, stack, local = map(int, found[name].groups()[1:])
         # Without memory of its own a thread has nowhere to spill to.
-        return registers, len(SPILL.findall(_cuobjdump("--dump-sass", path))) if stack or local else 0
+        return registers, _spills(_cuobjdump("--dump-sass", path)) if stack or local else 0
+
+
+def _spills(code: str) -> int:
+    """Instructions that spill, see `Resources`.
+
+    Warps that part change how many registers they have, and wait for their work in a loop around all of it, which is
+    none of the loops that count.
+    """
+    instructions = [(int(match[1], 16), match[2]) for match in INSTRUCTION.finditer(code)]
+    handovers = [address for address, text in instructions if "USETMAXREG" in text]
+    spilling = [int(match[1], 16) for match in SPILL.finditer(code)]
+    if not handovers:
+        return len(spilling)
+    jumps = [(int(match[1], 16), address) for address, text in instructions if (match := JUMP.search(text))]
+    loops = [
+        (start, end)
+        for start, end in jumps
+        if start <= end and not any(start <= address <= end for address in handovers)
+    ]
+    return sum(any(start <= address <= end for start, end in loops) for address in spilling)
 
 
 def _cuobjdump(option: str, path: Path) -> str:

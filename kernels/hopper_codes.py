@@ -23,6 +23,15 @@ def key_layout(width):
     )
 
 
+@gluon.constexpr_function
+def raised_offset(bits, scales):
+    """What codes raised to floats are above their levels; nothing for 16 bits."""
+    if bits == 16:
+        return 0.0
+    center = (8.0 if bits == 4 else 128.0) if scales == 1 else 0.0
+    return (128.0 if bits == 4 else 32768.0) + center
+
+
 @gluon.jit
 def raised_nibbles(codes):
     """Low and high nibbles of bytes, as fp32 128 + code each."""
@@ -144,6 +153,20 @@ def stored_column(position, RANK: gl.constexpr, BITS: gl.constexpr):
         return position // (RANK // 2) * (RANK // 2) + thread * (RANK // 8) + rest * 2 + pair
     else:
         return thread * (RANK // 4) + position // 8 * 2 + pair
+
+
+@gluon.jit
+def true_column(column, width, RANK: gl.constexpr, BITS: gl.constexpr):
+    """Where column of a tile of RANK numbers stands among the `width` that there are, and whether it does.
+
+    Tiles are wider than rows, with zeros behind them. 4 bits: both halves of a row, its low and its high nibbles, are
+    so widened.
+    """
+    if BITS == 4:
+        place = column % (RANK // 2)
+        return column // (RANK // 2) * (width // 2) + place, place < width // 2
+    else:
+        return column, column < width
 
 
 @gluon.jit

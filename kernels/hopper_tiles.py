@@ -1,20 +1,173 @@
-"""The warp of the Hopper kernels (Gluon) that brings tiles of tokens into shared memory by bulk copies."""
+"""What the Hopper kernels (Gluon) share: their form, tiles in shared memory, and the warp that fills these."""
 
-from __future__ import annotations
-
+# No postponed annotations: aggregates of Triton 3.6 read theirs as types.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate
 
 
-# Arguments that change as a cache grows: no reason to compile again.
-CHANGING = [
-    *("slots", "first", "split_tokens", "splits", "key_batch_rows", "key_head_rows", "value_batch_rows"),
-    *("value_head_rows", "rows_batch_rows"),
-]
 # Later versions of Triton have other names for them.
+aggregate = getattr(gluon, "aggregate", _aggregate)
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 group_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+# Arguments that change as a cache grows, or from layer to layer: no reason to compile again.
+CHANGING = [
+    *("slots", "first", "split_tokens", "splits", "key_width", "value_width", "key_batch_rows", "key_head_rows"),
+    *("value_batch_rows", "value_head_rows", "rows_batch_rows", "mask_batch_stride"),
+]
+
+
+@aggregate
+class Form:
+    """What a kernel is compiled for, see `hopper_launch.form_constants`.
+
+    Attributes:
+        HEAD_DIM: channels of a head.
+        KEY_RANK, VALUE_RANK: powers of two that hold the numbers stored of a head. What is behind the true widths is 0
+            as levels or as weights.
+        KEY_BITS, VALUE_BITS: of a number.
+        KEY_SCALES, VALUE_SCALES: numbers of a token's scale: 0, 1, or 2 with a zero.
+    """
+
+    HEAD_DIM: gl.constexpr
+    KEY_RANK: gl.constexpr
+    VALUE_RANK: gl.constexpr
+    KEY_BITS: gl.constexpr
+    VALUE_BITS: gl.constexpr
+    KEY_SCALES: gl.constexpr
+    VALUE_SCALES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, HEAD_DIM, KEY_RANK, VALUE_RANK, KEY_BITS, VALUE_BITS, KEY_SCALES, VALUE_SCALES):
+        self.HEAD_DIM = gl.constexpr(HEAD_DIM)
+        self.KEY_RANK = gl.constexpr(KEY_RANK)
+        self.VALUE_RANK = gl.constexpr(VALUE_RANK)
+        self.KEY_BITS = gl.constexpr(KEY_BITS)
+        self.VALUE_BITS = gl.constexpr(VALUE_BITS)
+        self.KEY_SCALES = gl.constexpr(KEY_SCALES)
+        self.VALUE_SCALES = gl.constexpr(VALUE_SCALES)
+
+
+@aggregate
+class Tiles:
+    """Stages of shared memory, each with a barrier that says it is full and one that says it is free.
+
+    Attributes:
+        key, value: `[STAGES, tokens, bytes or width]`.
+        key_scales, value_scales: `[STAGES, tokens]`.
+        full, free: of these four.
+        cos, sin: `[ROW_STAGES, tokens, HEAD_DIM / 2]`.
+        rows_full, rows_free: of these two.
+    """
+
+    key: gl.shared_memory_descriptor
+    value: gl.shared_memory_descriptor
+    key_scales: gl.shared_memory_descriptor
+    value_scales: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor
+    cos: gl.shared_memory_descriptor
+    sin: gl.shared_memory_descriptor
+    rows_full: gl.shared_memory_descriptor
+    rows_free: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+    ROW_STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        key,
+        value,
+        key_scales,
+        value_scales,
+        full,
+        free,
+        cos,
+        sin,
+        rows_full,
+        rows_free,
+        STAGES,
+        ROW_STAGES,
+    ):
+        self.key = key
+        self.value = value
+        self.key_scales = key_scales
+        self.value_scales = value_scales
+        self.full = full
+        self.free = free
+        self.cos = cos
+        self.sin = sin
+        self.rows_full = rows_full
+        self.rows_free = rows_free
+        self.STAGES = gl.constexpr(STAGES)
+        self.ROW_STAGES = gl.constexpr(ROW_STAGES)
+
+
+@gluon.jit
+def allocate_tiles(
+    key,
+    value,
+    key_scales,
+    value_scales,
+    cos,
+    sin,
+    READERS: gl.constexpr,
+    ROW_READERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr,
+):
+    """Shared memory for blocks of these descriptors; `READERS` groups of warps give each stage back."""
+    TILE: gl.constexpr = cos.block_type.shape[0]
+    HALF: gl.constexpr = cos.block_type.shape[1]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    rows_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
+    rows_free = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=READERS)
+    for stage in gl.static_range(ROW_STAGES):
+        mbarrier.init(rows_full.index(stage), count=1)
+        mbarrier.init(rows_free.index(stage), count=ROW_READERS)
+    return Tiles(
+        gl.allocate_shared_memory(key.dtype, [STAGES, TILE, key.block_type.shape[1]], key.layout),
+        gl.allocate_shared_memory(value.dtype, [STAGES, TILE, value.block_type.shape[1]], value.layout),
+        gl.allocate_shared_memory(key_scales.dtype, [STAGES, TILE], key_scales.layout),
+        gl.allocate_shared_memory(value_scales.dtype, [STAGES, TILE], value_scales.layout),
+        full,
+        free,
+        gl.allocate_shared_memory(cos.dtype, [ROW_STAGES, TILE, HALF], cos.layout),
+        gl.allocate_shared_memory(sin.dtype, [ROW_STAGES, TILE, HALF], sin.layout),
+        rows_full,
+        rows_free,
+        STAGES,
+        ROW_STAGES,
+    )
+
+
+@gluon.jit
+def seen_slots(lengths, starts, batch, slots, first, start, split_tokens, TILE: gl.constexpr):
+    """Slots of the split from `start` on that a sequence has in use.
+
+    Returns:
+        The first of them that is in a tile with a slot to be seen; how many there are from there on; how many of these,
+        at the front, are before the sequence's start.
+    """
+    end = slots
+    if lengths is not None:
+        end = gl.minimum(slots, gl.load(lengths + batch) - first)
+    count = gl.maximum(gl.minimum(split_tokens, end - start), 0)
+    hidden = start * 0
+    if starts is not None:
+        hidden = gl.maximum(gl.load(starts + batch) - first - start, 0)
+        skipped = gl.minimum(hidden // TILE * TILE, count)
+        start += skipped
+        count -= skipped
+        hidden -= skipped
+    return start, count, hidden
 
 
 @gluon.jit
@@ -25,61 +178,52 @@ def load_tiles(
     value_scales,
     cos,
     sin,
-    key_tiles,
-    value_tiles,
-    key_scale_tiles,
-    value_scale_tiles,
-    cos_tiles,
-    sin_tiles,
-    full,
-    free,
-    rows_full,
-    rows_free,
+    tiles,
     key_row,
     value_row,
     row,
     key_head_rows,
     value_head_rows,
-    tiles,
-    SCALES: gl.constexpr,
+    count,
+    form,
     HEADS: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
 ):
     """For every tile of tokens: its rotary rows once, then keys and values of each head with their scales.
 
     Args:
         key ... sin: descriptors.
-        *_tiles: shared memory of as many stages, `[stages, tokens, ...]`.
-        full, free: barriers of the stages of keys and values; rows_full, rows_free: of rotary rows.
+        tiles: `Tiles`.
         key_row, value_row, row: first rows in the descriptors.
         key_head_rows, value_head_rows: rows from a head to the next.
-        tiles: number of tiles.
+        count: tokens.
     """
     TILE: gl.constexpr = cos.block_type.shape[0]
     ROW_BYTES: gl.constexpr = 2 * cos.block_type.nbytes
+    KEY_SCALE_BYTES: gl.constexpr = key_scales.block_type.nbytes if form.KEY_SCALES > 0 else 0
+    VALUE_SCALE_BYTES: gl.constexpr = value_scales.block_type.nbytes if form.VALUE_SCALES > 0 else 0
     TOKEN_BYTES: gl.constexpr = key.block_type.nbytes + value.block_type.nbytes
-    BYTES: gl.constexpr = TOKEN_BYTES + (2 * key_scales.block_type.nbytes if SCALES > 0 else 0)
+    BYTES: gl.constexpr = TOKEN_BYTES + KEY_SCALE_BYTES + VALUE_SCALE_BYTES
     item = 0
-    for tile in range(tiles):
-        row_stage = tile % ROW_STAGES
-        ready = rows_full.index(row_stage)
-        mbarrier.wait(rows_free.index(row_stage), ((tile // ROW_STAGES) & 1) ^ 1)
+    for tile in range((count + TILE - 1) // TILE):
+        row_stage = tile % tiles.ROW_STAGES
+        ready = tiles.rows_full.index(row_stage)
+        mbarrier.wait(tiles.rows_free.index(row_stage), ((tile // tiles.ROW_STAGES) & 1) ^ 1)
         mbarrier.expect(ready, ROW_BYTES)
-        copy_tile(cos, [row + tile * TILE, 0], ready, cos_tiles.index(row_stage))
-        copy_tile(sin, [row + tile * TILE, 0], ready, sin_tiles.index(row_stage))
+        copy_tile(cos, [row + tile * TILE, 0], ready, tiles.cos.index(row_stage))
+        copy_tile(sin, [row + tile * TILE, 0], ready, tiles.sin.index(row_stage))
         for head in gl.static_range(HEADS):
-            stage = item % STAGES
-            ready = full.index(stage)
-            mbarrier.wait(free.index(stage), ((item // STAGES) & 1) ^ 1)
+            stage = item % tiles.STAGES
+            ready = tiles.full.index(stage)
+            mbarrier.wait(tiles.free.index(stage), ((item // tiles.STAGES) & 1) ^ 1)
             mbarrier.expect(ready, BYTES)
             key_first = key_row + head * key_head_rows + tile * TILE
             value_first = value_row + head * value_head_rows + tile * TILE
-            copy_tile(key, [key_first, 0], ready, key_tiles.index(stage))
-            copy_tile(value, [value_first, 0], ready, value_tiles.index(stage))
-            if SCALES > 0:
-                copy_tile(key_scales, [key_first], ready, key_scale_tiles.index(stage))
-                copy_tile(value_scales, [value_first], ready, value_scale_tiles.index(stage))
+            copy_tile(key, [key_first, 0], ready, tiles.key.index(stage))
+            copy_tile(value, [value_first, 0], ready, tiles.value.index(stage))
+            if form.KEY_SCALES > 0:
+                copy_tile(key_scales, [key_first], ready, tiles.key_scales.index(stage))
+            if form.VALUE_SCALES > 0:
+                copy_tile(value_scales, [value_first], ready, tiles.value_scales.index(stage))
             item += 1
 
 

@@ -1,12 +1,14 @@
 """Decode attention of grouped queries by expanding every tile of keys once for its group, for Hopper (Gluon).
 
-A tile of latents becomes keys by tensor cores, is rotated in registers, and meets all query heads of the group there:
-nothing of it is written to memory. Values stay latent: the tile is the left operand of a product with the softmax
-weights. Warps share the work as in the position-query kernel.
+A tile of latents becomes keys by tensor cores, is normalised and rotated in registers, and meets all query heads of the
+group there: nothing of it is written to memory. Values stay latent: the tile is the left operand of a product with the
+softmax weights.
+
+One warp brings tiles of 64 tokens into shared memory; GROUPS groups of four warps take them in turn, HEADS heads of
+a tile one after the other, so that each group has one head throughout and rotary rows are brought once for all heads.
 """
 
-from __future__ import annotations
-
+# No postponed annotations: aggregates of Triton 3.6 read theirs as types.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,11 +23,69 @@ from .hopper_codes import (
     key_layout,
     raised_bytes,
     raised_nibbles,
+    raised_offset,
     scales_and_zeros,
     stored_column,
+    true_column,
     widened,
 )
-from .hopper_tiles import CHANGING, group_barrier, load_tiles, release
+from .hopper_tiles import CHANGING, Form, aggregate, allocate_tiles, group_barrier, load_tiles, release, seen_slots
+
+
+@aggregate
+class Operands:
+    """Shared memory beside the tiles. Channels lie in parts of CHUNK, those of the first half of a head first.
+
+    Attributes:
+        up: `[HEADS HEAD_DIM / CHUNK, CHUNK, KEY_RANK]`.
+        query: `[HEADS HEAD_DIM / CHUNK, QUERIES, CHUNK]`.
+        bias: fp32 `[HEADS HEAD_DIM / CHUNK, CHUNK]`, of keys.
+        norm: fp32 `[HEAD_DIM / CHUNK, CHUNK]`, factors of a norm before the rotation.
+        weights: `[GROUPS, QUERIES, 64]`, of the tokens of a group of warps.
+        floats: `[GROUPS, 64, VALUE_RANK]`, their values decoded; something else for 16 bits.
+        prepared: a barrier that says that the first four are there.
+    """
+
+    up: gl.shared_memory_descriptor
+    query: gl.shared_memory_descriptor
+    bias: gl.shared_memory_descriptor
+    norm: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor
+    floats: gl.shared_memory_descriptor
+    prepared: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, up, query, bias, norm, weights, floats, prepared):
+        self.up = up
+        self.query = query
+        self.bias = bias
+        self.norm = norm
+        self.weights = weights
+        self.floats = floats
+        self.prepared = prepared
+
+
+@aggregate
+class Work:
+    """How a program is divided: see the kernel's constants."""
+
+    GROUP: gl.constexpr
+    QUERIES: gl.constexpr
+    GROUPS: gl.constexpr
+    HEADS: gl.constexpr
+    CHUNK: gl.constexpr
+    BIAS: gl.constexpr
+    NORM: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, GROUP, QUERIES, GROUPS, HEADS, CHUNK, BIAS, NORM):
+        self.GROUP = gl.constexpr(GROUP)
+        self.QUERIES = gl.constexpr(QUERIES)
+        self.GROUPS = gl.constexpr(GROUPS)
+        self.HEADS = gl.constexpr(HEADS)
+        self.CHUNK = gl.constexpr(CHUNK)
+        self.BIAS = gl.constexpr(BIAS)
+        self.NORM = gl.constexpr(NORM)
 
 
 @gluon.jit(do_not_specialize=CHANGING)
@@ -38,332 +98,448 @@ def tile_reconstruction_kernel(
     sin,
     query,
     key_up,
+    key_bias,
+    norm_weight,
+    mask,
     heads,
     lengths,
+    starts,
     partial,
     lse,
     scale,
+    norm_epsilon,
     slots,
     first,
     split_tokens,
     splits,
+    key_width,
+    value_width,
     query_batch_stride,
     query_head_stride,
     up_head_stride,
     up_channel_stride,
+    bias_head_stride,
+    mask_batch_stride,
     key_batch_rows,
     key_head_rows,
     value_batch_rows,
     value_head_rows,
     rows_batch_rows,
     HEAD_DIM: gl.constexpr,
-    RANK: gl.constexpr,
-    BITS: gl.constexpr,
-    SCALES: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
+    KEY_RANK: gl.constexpr,
+    VALUE_RANK: gl.constexpr,
+    KEY_BITS: gl.constexpr,
+    VALUE_BITS: gl.constexpr,
+    KEY_SCALES: gl.constexpr,
+    VALUE_SCALES: gl.constexpr,
+    HEADS: gl.constexpr,
     STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    QUERIES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    NORM: gl.constexpr,
 ):
-    """One split of a KV head of a sequence. Grid `(splits, heads of the part, B)`, 4 warps.
+    """One split of HEADS KV heads of a sequence. Grid `(splits, heads of the part / HEADS, B)`, 4 warps.
 
     Arguments are those of `position_query_kernel`, but for
 
     Args:
-        partial, lse: `[B, heads of the part times GROUP, 1, 2 splits, RANK]` and the same without RANK.
+        key ... sin: descriptors of tiles of 64 tokens; VALUE_RANK is 64 or more.
+        key_bias: `[heads of the part, HEAD_DIM]`, or None.
+        norm_weight: `[HEAD_DIM]` of an RMS norm of expanded keys, before the rotation for NORM = 1, behind it for 2;
+            None for 0.
+        norm_epsilon: added to the mean square.
+        partial, lse: `[B, heads of the part times GROUP, 1, GROUPS / HEADS splits, value_width]` and the same without
+            the last.
         GROUP: query heads of a KV head; QUERIES: 8 or 16, at least as many.
+        GROUPS: of four warps, 2 to 4; HEADS divides it.
+        CHUNK: rotary pairs of a head that are worked at a time, 32 or 64.
     """
     split = gl.program_id(0)
-    head = gl.program_id(1)
+    head = gl.program_id(1) * HEADS
     batch = gl.program_id(2)
     TILE: gl.constexpr = cos.block_type.shape[0]
-    HALF: gl.constexpr = HEAD_DIM // 2
-    ROW_TYPE: gl.constexpr = cos.dtype
-    start = split * split_tokens
-    end = slots
-    if lengths is not None:
-        end = gl.minimum(slots, gl.load(lengths + batch) - first)
-    count = gl.maximum(gl.minimum(split_tokens, end - start), 0)
+    LANES: gl.constexpr = GROUPS // HEADS
+    form = Form(HEAD_DIM, KEY_RANK, VALUE_RANK, KEY_BITS, VALUE_BITS, KEY_SCALES, VALUE_SCALES)
+    work = Work(GROUP, QUERIES, GROUPS, HEADS, CHUNK, key_bias is not None, NORM)
+    start, count, hidden = seen_slots(lengths, starts, batch, slots, first, split * split_tokens, split_tokens, TILE)
+    tiles = allocate_tiles(key, value, key_scales, value_scales, cos, sin, 1, HEADS, STAGES, ROW_STAGES)
+    operands = allocate_operands(cos.dtype, form, work)
 
-    key_tiles = gl.allocate_shared_memory(key.dtype, [STAGES, TILE, key.block_type.shape[1]], key.layout)
-    value_tiles = gl.allocate_shared_memory(value.dtype, [STAGES, TILE, value.block_type.shape[1]], value.layout)
-    key_scale_tiles = gl.allocate_shared_memory(key_scales.dtype, [STAGES, TILE], key_scales.layout)
-    value_scale_tiles = gl.allocate_shared_memory(value_scales.dtype, [STAGES, TILE], value_scales.layout)
-    cos_tiles = gl.allocate_shared_memory(ROW_TYPE, [ROW_STAGES, TILE, HALF], cos.layout)
-    sin_tiles = gl.allocate_shared_memory(ROW_TYPE, [ROW_STAGES, TILE, HALF], sin.layout)
-    UP: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, RANK], ROW_TYPE)
-    up_halves = gl.allocate_shared_memory(ROW_TYPE, [2, HALF, RANK], UP)
-    QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, HALF], ROW_TYPE)
-    query_halves = gl.allocate_shared_memory(ROW_TYPE, [2, QUERIES, HALF], QUERY)
-    # What each group of warps hands to the tensor cores: weights of 64 tokens, and their values as floats.
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, 64], ROW_TYPE)
-    weights = gl.allocate_shared_memory(ROW_TYPE, [2, QUERIES, 64], WEIGHTS)
-    FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, RANK], ROW_TYPE)
-    floats = gl.allocate_shared_memory(ROW_TYPE, [2, 64, RANK], FLOATS)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    rows_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
-    rows_free = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
-    prepared = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
-    for stage in gl.static_range(ROW_STAGES):
-        mbarrier.init(rows_full.index(stage), count=1)
-        mbarrier.init(rows_free.index(stage), count=2)
-    mbarrier.init(prepared.index(0), count=2)
-
-    layer_head = head
-    if heads is not None:
-        layer_head = gl.load(heads + head)
-    query += batch.to(gl.int64) * query_batch_stride + layer_head.to(gl.int64) * GROUP * query_head_stride
-    key_up += head.to(gl.int64) * up_head_stride
+    query += batch.to(gl.int64) * query_batch_stride
     key_row = batch * key_batch_rows + head * key_head_rows + start
     value_row = batch * value_batch_rows + head * value_head_rows + start
     row = batch * rows_batch_rows + first + start
-    out = ((batch.to(gl.int64) * gl.num_programs(1) + head) * GROUP * splits + split) * 2
-    # The arguments stand in the call: constants that go through a variable become tensors.
+    if mask is not None:
+        mask += batch.to(gl.int64) * mask_batch_stride + first + start
+    row_splits = splits * LANES
+    out = (batch.to(gl.int64) * gl.num_programs(1) * HEADS + head) * GROUP * row_splits + split * LANES
+    partial += out * value_width
+    lse += out
+    # The arguments stand in the calls: constants that go through a variable become tensors.
     # fmt: off
-    gl.warp_specialize([
-        (attend, (0, key_tiles, value_tiles, key_scale_tiles, value_scale_tiles, cos_tiles, sin_tiles, up_halves,
-                  query_halves, weights, floats, full, free, rows_full, rows_free, prepared, query, key_up, scale,
-                  count, partial + out * RANK, lse + out, splits, query_head_stride, up_channel_stride,
-                  HEAD_DIM, RANK, BITS, SCALES, GROUP, QUERIES, STAGES, ROW_STAGES)),
-        (attend, (1, key_tiles, value_tiles, key_scale_tiles, value_scale_tiles, cos_tiles, sin_tiles, up_halves,
-                  query_halves, weights, floats, full, free, rows_full, rows_free, prepared, query, key_up, scale,
-                  count, partial + (out + 1) * RANK, lse + out + 1, splits, query_head_stride, up_channel_stride,
-                  HEAD_DIM, RANK, BITS, SCALES, GROUP, QUERIES, STAGES, ROW_STAGES)),
-        (load_tiles, (key, value, key_scales, value_scales, cos, sin, key_tiles, value_tiles, key_scale_tiles,
-                      value_scale_tiles, cos_tiles, sin_tiles, full, free, rows_full, rows_free, key_row, value_row,
-                      row, key_head_rows, value_head_rows, (count + TILE - 1) // TILE, SCALES, 1, STAGES,
-                      ROW_STAGES)),
-    ], [4, 1], [216, 24])
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (attend, (0, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (1, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (load_tiles, (key, value, key_scales, value_scales, cos, sin, tiles, key_row, value_row, row,
+                          key_head_rows, value_head_rows, count, form, HEADS)),
+        ], [4, 1], [216, 24])
+    elif GROUPS == 3:
+        gl.warp_specialize([
+            (attend, (0, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (1, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (2, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (load_tiles, (key, value, key_scales, value_scales, cos, sin, tiles, key_row, value_row, row,
+                          key_head_rows, value_head_rows, count, form, HEADS)),
+        ], [4, 4, 1], [160, 160, 24])
+    else:
+        gl.warp_specialize([
+            (attend, (0, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (1, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (2, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (attend, (3, tiles, operands, form, work, query, key_up, key_bias, norm_weight, mask, heads, head, partial,
+                      lse, scale, norm_epsilon, count, hidden, row_splits, key_width, value_width, query_head_stride,
+                      up_head_stride, up_channel_stride, bias_head_stride)),
+            (load_tiles, (key, value, key_scales, value_scales, cos, sin, tiles, key_row, value_row, row,
+                          key_head_rows, value_head_rows, count, form, HEADS)),
+        ], [4, 4, 4, 1], [112, 112, 112, 24])
     # fmt: on
+
+
+@gluon.jit
+def allocate_operands(ROW_TYPE: gl.constexpr, form, work):
+    """Shared memory for `Operands`."""
+    PARTS: gl.constexpr = form.HEAD_DIM // work.CHUNK
+    UP: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.CHUNK, form.KEY_RANK], ROW_TYPE)
+    QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.QUERIES, work.CHUNK], ROW_TYPE)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.QUERIES, 64], ROW_TYPE)
+    FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, form.VALUE_RANK], ROW_TYPE)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    up = gl.allocate_shared_memory(ROW_TYPE, [work.HEADS * PARTS, work.CHUNK, form.KEY_RANK], UP)
+    query = gl.allocate_shared_memory(ROW_TYPE, [work.HEADS * PARTS, work.QUERIES, work.CHUNK], QUERY)
+    weights = gl.allocate_shared_memory(ROW_TYPE, [work.GROUPS, work.QUERIES, 64], WEIGHTS)
+    floats = weights
+    if form.VALUE_BITS < 16:
+        floats = gl.allocate_shared_memory(ROW_TYPE, [work.GROUPS, 64, form.VALUE_RANK], FLOATS)
+    bias = weights
+    if work.BIAS:
+        bias = gl.allocate_shared_memory(gl.float32, [work.HEADS * PARTS, work.CHUNK], PLAIN)
+    norm = weights
+    if work.NORM == 1:
+        norm = gl.allocate_shared_memory(gl.float32, [PARTS, work.CHUNK], PLAIN)
+    prepared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(prepared.index(0), count=work.GROUPS)
+    return Operands(up, query, bias, norm, weights, floats, prepared)
 
 
 @gluon.jit
 def attend(
     WHICH: gl.constexpr,
-    key_tiles,
-    value_tiles,
-    key_scale_tiles,
-    value_scale_tiles,
-    cos_tiles,
-    sin_tiles,
-    up_halves,
-    query_halves,
-    weights,
-    floats,
-    full,
-    free,
-    rows_full,
-    rows_free,
-    prepared,
+    tiles,
+    operands,
+    form,
+    work,
     query,
     key_up,
-    scale,
-    count,
+    key_bias,
+    norm_weight,
+    mask,
+    heads,
+    head,
     partial,
     lse,
-    splits,
+    scale,
+    norm_epsilon,
+    count,
+    hidden,
+    row_splits,
+    key_width,
+    value_width,
     query_head_stride,
+    up_head_stride,
     up_channel_stride,
-    HEAD_DIM: gl.constexpr,
-    RANK: gl.constexpr,
-    BITS: gl.constexpr,
-    SCALES: gl.constexpr,
-    GROUP: gl.constexpr,
-    QUERIES: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
+    bias_head_stride,
 ):
-    """Four warps: half WHICH of every tile, 64 tokens; they also bring half WHICH of the channels of U and queries."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    UP: gl.constexpr = gl.BlockedLayout([1, 2], [256 // RANK, RANK // 8], [4, 1], [1, 0])
-    channel = HALF * WHICH + gl.arange(0, HALF, gl.SliceLayout(1, UP))
-    column = gl.arange(0, RANK, gl.SliceLayout(0, UP))
-    if BITS < 16:
-        column = stored_column(column, RANK, BITS)
-    up_halves.index(WHICH).store(gl.load(key_up + channel[:, None] * up_channel_stride + column[None, :]))
-    QUERY: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
-    member = gl.arange(0, QUERIES, gl.SliceLayout(1, QUERY))
-    channel = HALF * WHICH + gl.arange(0, HALF, gl.SliceLayout(0, QUERY))
-    rows = query + member[:, None] * query_head_stride + channel[None, :]
-    query_halves.index(WHICH).store(gl.load(rows, mask=(member < GROUP)[:, None], other=0.0))
+    """Four warps: every GROUPS-th tile of a head."""
+    QUERIES: gl.constexpr = work.QUERIES
+    HEAD: gl.constexpr = WHICH % work.HEADS
+    LANE: gl.constexpr = WHICH // work.HEADS
+    LANES: gl.constexpr = work.GROUPS // work.HEADS
+    layer_head = head + HEAD
+    if heads is not None:
+        layer_head = gl.load(heads + head + HEAD)
+    # fmt: off
+    prepare(HEAD, LANE, LANES, operands, form, work,
+            query + layer_head.to(gl.int64) * work.GROUP * query_head_stride,
+            key_up + (head + HEAD).to(gl.int64) * up_head_stride, key_bias, norm_weight,
+            (head + HEAD) * bias_head_stride, key_width, query_head_stride, up_channel_stride)
+    # fmt: on
     fence_async_shared()
-    mbarrier.arrive(prepared.index(0), count=1)
-    mbarrier.wait(prepared.index(0), 0)
+    mbarrier.arrive(operands.prepared.index(0), count=1)
+    mbarrier.wait(operands.prepared.index(0), 0)
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(0, SCORES))
     # Sums over tokens stay with the threads that have the tokens, to be added up at the end.
     total = gl.zeros([64, QUERIES], gl.float32, SCORES)
     zero = gl.zeros([64, QUERIES], gl.float32, SCORES)
-    mixed = gl.zeros([RANK, QUERIES], gl.float32, SCORES)
-    whole = count // 128
-    for tile in range(whole):
+    mixed = gl.zeros([form.VALUE_RANK, QUERIES], gl.float32, SCORES)
+    for tile in range(LANE, (count + 63) // 64, LANES):
         # fmt: off
         top, total, zero, mixed = attend_tile(
-            WHICH, tile, 64, key_tiles, value_tiles, key_scale_tiles, value_scale_tiles, cos_tiles, sin_tiles,
-            up_halves, query_halves, weights, floats, full, free, rows_full, rows_free, scale, top, total, zero, mixed,
-            HEAD_DIM, RANK, BITS, SCALES, QUERIES, STAGES, ROW_STAGES, SCORES, False)
-        # fmt: on
-    if count % 128 != 0:
-        seen = count - whole * 128 - 64 * WHICH
-        # fmt: off
-        top, total, zero, mixed = attend_tile(
-            WHICH, whole, seen, key_tiles, value_tiles, key_scale_tiles, value_scale_tiles, cos_tiles, sin_tiles,
-            up_halves, query_halves, weights, floats, full, free, rows_full, rows_free, scale, top, total, zero, mixed,
-            HEAD_DIM, RANK, BITS, SCALES, QUERIES, STAGES, ROW_STAGES, SCORES, True)
+            WHICH, HEAD, tile, count - tile * 64, hidden - tile * 64, tiles, operands, form, work, mask, scale,
+            norm_epsilon, top, total, zero, mixed, SCORES)
         # fmt: on
 
     sums = gl.sum(total, axis=0)
     inverse = 1.0 / gl.maximum(sums, 1.0e-30)
     mixed = (mixed + gl.sum(zero, axis=0)[None, :]) * inverse[None, :]
     member = gl.arange(0, QUERIES, gl.SliceLayout(0, SCORES))
-    rank = gl.arange(0, RANK, gl.SliceLayout(1, SCORES))
-    target = partial + member[None, :] * (splits * 2 * RANK) + rank[:, None]
-    gl.store(target, mixed, mask=(member < GROUP)[None, :])
+    row = (HEAD * work.GROUP + member) * row_splits + LANE
+    column = gl.arange(0, form.VALUE_RANK, gl.SliceLayout(1, SCORES))
+    column, there = true_column(column, value_width, form.VALUE_RANK, form.VALUE_BITS)
+    inside = (member < work.GROUP)[None, :] & there[:, None]
+    gl.store(partial + row[None, :] * value_width + column[:, None], mixed, mask=inside)
     logarithm = gl.where(sums > 0, top + gl.log2(gl.maximum(sums, 1.0e-30)), float("-inf"))
-    gl.store(lse + member * (splits * 2), logarithm, mask=member < GROUP)
+    gl.store(lse + row, logarithm, mask=member < work.GROUP)
+
+
+@gluon.jit
+def prepare(
+    HEAD: gl.constexpr,
+    LANE: gl.constexpr,
+    LANES: gl.constexpr,
+    operands,
+    form,
+    work,
+    query,
+    key_up,
+    key_bias,
+    norm_weight,
+    bias_offset,
+    key_width,
+    query_head_stride,
+    up_channel_stride,
+):
+    """Bring every LANES-th part of the channels of U, queries and what else there is of a head to shared memory."""
+    CHUNK: gl.constexpr = work.CHUNK
+    PARTS: gl.constexpr = form.HEAD_DIM // CHUNK
+    RANK: gl.constexpr = form.KEY_RANK
+    UP: gl.constexpr = gl.BlockedLayout([1, 2], [256 // RANK, RANK // 8], [4, 1], [1, 0])
+    QUERY: gl.constexpr = gl.BlockedLayout([1, 2], [64 // CHUNK, CHUNK // 2], [4, 1], [1, 0])
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    column = gl.arange(0, RANK, gl.SliceLayout(0, UP))
+    if form.KEY_BITS < 16:
+        column = stored_column(column, RANK, form.KEY_BITS)
+    column, there = true_column(column, key_width, RANK, form.KEY_BITS)
+    member = gl.arange(0, work.QUERIES, gl.SliceLayout(1, QUERY))
+    for part in gl.static_range(LANE, PARTS, LANES):
+        channel = part * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(1, UP))
+        rows = key_up + channel[:, None] * up_channel_stride + column[None, :]
+        operands.up.index(HEAD * PARTS + part).store(gl.load(rows, mask=there[None, :], other=0.0))
+        channel = part * CHUNK + gl.arange(0, CHUNK, gl.SliceLayout(0, QUERY))
+        rows = query + member[:, None] * query_head_stride + channel[None, :]
+        queries = gl.load(rows, mask=(member < work.GROUP)[:, None], other=0.0)
+        if work.NORM == 2:
+            queries = (queries.to(gl.float32) * gl.load(norm_weight + channel).to(gl.float32)[None, :]).to(queries.dtype)
+        operands.query.index(HEAD * PARTS + part).store(queries)
+        channel = part * CHUNK + gl.arange(0, CHUNK, LINE)
+        if work.BIAS:
+            operands.bias.index(HEAD * PARTS + part).store(gl.load(key_bias + bias_offset + channel).to(gl.float32))
+        if work.NORM == 1 and HEAD == 0:
+            operands.norm.index(part).store(gl.load(norm_weight + channel).to(gl.float32))
 
 
 @gluon.jit
 def attend_tile(
     WHICH: gl.constexpr,
+    HEAD: gl.constexpr,
     tile,
     seen,
-    key_tiles,
-    value_tiles,
-    key_scale_tiles,
-    value_scale_tiles,
-    cos_tiles,
-    sin_tiles,
-    up_halves,
-    query_halves,
-    weights,
-    floats,
-    full,
-    free,
-    rows_full,
-    rows_free,
+    hidden,
+    tiles,
+    operands,
+    form,
+    work,
+    mask,
     scale,
+    norm_epsilon,
     top,
     total,
     zero,
     mixed,
-    HEAD_DIM: gl.constexpr,
-    RANK: gl.constexpr,
-    BITS: gl.constexpr,
-    SCALES: gl.constexpr,
-    QUERIES: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
     SCORES: gl.constexpr,
-    MASKED: gl.constexpr,
 ):
-    """64 tokens; where MASKED, the first `seen` of them count."""
-    HALF: gl.constexpr = HEAD_DIM // 2
-    WIDTH: gl.constexpr = RANK // 2 if BITS == 4 else RANK
-    EXPANDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    LATENT: gl.constexpr = gl.DotOperandLayout(0, EXPANDED, 2)
-    KEYS: gl.constexpr = key_layout(WIDTH)
-    VALUES: gl.constexpr = gl.BlockedLayout([WIDTH // 16, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    ROW_TYPE: gl.constexpr = cos_tiles.dtype
-    # What raised codes are above their levels.
-    OFFSET: gl.constexpr = (128.0 if BITS == 4 else 32768.0) + ((8.0 if BITS == 4 else 128.0) if SCALES == 1 else 0.0)
-    stage = tile % STAGES
-    mbarrier.wait(full.index(stage), (tile // STAGES) & 1)
-    if BITS == 16:
-        latent = key_tiles.index(stage).slice(64 * WHICH, 64).load(LATENT)
-    else:
-        codes = key_tiles.index(stage).slice(64 * WHICH, 64).load(KEYS)
-        if SCALES == 2:
-            key_scale, key_zero = scales_and_zeros(
-                key_scale_tiles.index(stage).slice(64 * WHICH, 64), SCALES, gl.SliceLayout(1, KEYS)
-            )
-            shift = (key_zero - OFFSET * key_scale)[:, None]
-            factor = key_scale[:, None]
-        if BITS == 4:
-            low, high = raised_nibbles(codes)
-        else:
-            low = raised_bytes(codes, SCALES)
-            high = low
-        # Levels are whole numbers that 16-bit floats hold: a scale alone is left to the scores.
-        if SCALES == 2:
-            low = low * factor + shift
-            high = high * factor + shift
-        else:
-            low = low - OFFSET
-            high = high - OFFSET
-        latent = gl.convert_layout(in_product_order(low, high, 64, RANK, BITS).to(ROW_TYPE), LATENT)
-
-    first = gl.zeros([64, HALF], gl.float32, EXPANDED)
-    second = gl.zeros([64, HALF], gl.float32, EXPANDED)
-    first = warpgroup_mma(latent, up_halves.index(0).permute([1, 0]), first, use_acc=False, is_async=True)
-    second = warpgroup_mma(latent, up_halves.index(1).permute([1, 0]), second, use_acc=False, is_async=True)
-    row_stage = tile % ROW_STAGES
-    mbarrier.wait(rows_full.index(row_stage), (tile // ROW_STAGES) & 1)
-    cos = cos_tiles.index(row_stage).slice(64 * WHICH, 64).load(EXPANDED)
-    sin = sin_tiles.index(row_stage).slice(64 * WHICH, 64).load(EXPANDED)
-    release(rows_free.index(row_stage))
-    first, second, latent = warpgroup_mma_wait(0, deps=[first, second, latent])
-    cos = widened(cos)
-    sin = widened(sin)
+    """64 tokens, of which those from `hidden` up to `seen` count."""
+    CHUNK: gl.constexpr = work.CHUNK
+    HALF_PARTS: gl.constexpr = form.HEAD_DIM // CHUNK // 2
+    HEAD_PARTS: gl.constexpr = HEAD * 2 * HALF_PARTS
+    EXPANDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     ROTATED: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    rotated = gl.convert_layout((first * cos - second * sin).to(ROW_TYPE), ROTATED)
-    other = gl.convert_layout((second * cos + first * sin).to(ROW_TYPE), ROTATED)
-    scores = gl.zeros([64, QUERIES], gl.float32, SCORES)
-    scores = warpgroup_mma(rotated, query_halves.index(0).permute([1, 0]), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma(other, query_halves.index(1).permute([1, 0]), scores, is_async=True)
-
-    # Values as floats where the tensor cores cannot read them from the tile as they are.
     TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    value_tile = value_tiles.index(stage).slice(64 * WHICH, 64)
-    own_values = floats.index(WHICH)
-    if BITS < 16:
-        codes = value_tile.load(VALUES)
-        if BITS == 4:
-            low, high = raised_nibbles(codes)
-            own_values.slice(0, RANK // 2, dim=1).store((low - OFFSET).to(ROW_TYPE))
-            own_values.slice(RANK // 2, RANK // 2, dim=1).store((high - OFFSET).to(ROW_TYPE))
+    ROW_TYPE: gl.constexpr = tiles.cos.dtype
+    # Scales alone are left to the scores, but where keys are added to or squared.
+    SCALED: gl.constexpr = form.KEY_SCALES == 2 or (form.KEY_SCALES == 1 and (work.BIAS or work.NORM > 0))
+    token = gl.arange(0, 64, TOKENS)
+    inside = (token < seen) & (token >= hidden)
+    if mask is not None:
+        inside &= gl.load(mask + tile * 64 + token, mask=inside, other=0) != 0
+    item = tile * work.HEADS + HEAD
+    stage = item % tiles.STAGES
+    mbarrier.wait(tiles.full.index(stage), (item // tiles.STAGES) & 1)
+    latent = load_latents(tiles, stage, form, SCALED, gl.DotOperandLayout(0, EXPANDED, 2))
+
+    row_stage = tile % tiles.ROW_STAGES
+    scores = gl.zeros([64, work.QUERIES], gl.float32, SCORES)
+    square = gl.zeros([64], gl.float32, gl.SliceLayout(1, EXPANDED))
+    for part in gl.static_range(HALF_PARTS):
+        first = gl.zeros([64, CHUNK], gl.float32, EXPANDED)
+        second = gl.zeros([64, CHUNK], gl.float32, EXPANDED)
+        first_up = operands.up.index(HEAD_PARTS + part).permute([1, 0])
+        second_up = operands.up.index(HEAD_PARTS + HALF_PARTS + part).permute([1, 0])
+        first = warpgroup_mma(latent, first_up, first, use_acc=False, is_async=True)
+        second = warpgroup_mma(latent, second_up, second, use_acc=False, is_async=True)
+        if part == 0:
+            first, second = warpgroup_mma_wait(0, deps=[first, second])
         else:
-            own_values.store((raised_bytes(codes, SCALES) - OFFSET).to(ROW_TYPE))
-        value_scale, value_zero = scales_and_zeros(
-            value_scale_tiles.index(stage).slice(64 * WHICH, 64), SCALES, TOKENS
-        )
-    elif MASKED:
-        inside = gl.arange(0, 64, gl.SliceLayout(1, VALUES)) < seen
-        own_values.store(gl.where(inside[:, None], value_tile.load(VALUES), 0.0))
+            first, second, scores, rotated, other = warpgroup_mma_wait(0, deps=[first, second, scores, rotated, other])
+        if part == 0:
+            mbarrier.wait(tiles.rows_full.index(row_stage), (tile // tiles.ROW_STAGES) & 1)
+        cos = tiles.cos.index(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
+        sin = tiles.sin.index(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
+        if part == HALF_PARTS - 1:
+            release(tiles.rows_free.index(row_stage))
+        if work.BIAS:
+            first += line(operands.bias.index(HEAD_PARTS + part), EXPANDED)
+            second += line(operands.bias.index(HEAD_PARTS + HALF_PARTS + part), EXPANDED)
+        if work.NORM > 0:
+            square += gl.sum(first * first + second * second, axis=1)
+        if work.NORM == 1:
+            first *= line(operands.norm.index(part), EXPANDED)
+            second *= line(operands.norm.index(HALF_PARTS + part), EXPANDED)
+        cos = widened(cos)
+        sin = widened(sin)
+        rotated = gl.convert_layout((first * cos - second * sin).to(ROW_TYPE), ROTATED)
+        other = gl.convert_layout((second * cos + first * sin).to(ROW_TYPE), ROTATED)
+        first_query = operands.query.index(HEAD_PARTS + part).permute([1, 0])
+        second_query = operands.query.index(HEAD_PARTS + HALF_PARTS + part).permute([1, 0])
+        scores = warpgroup_mma(rotated, first_query, scores, use_acc=part > 0, is_async=True)
+        scores = warpgroup_mma(other, second_query, scores, is_async=True)
+
+    value_scale, value_zero = decode_values(WHICH, tiles, stage, operands, form, inside, seen, hidden)
     scores, rotated, other = warpgroup_mma_wait(0, deps=[scores, rotated, other])
     scores *= scale
-    if SCALES == 1:
-        key_scale, key_zero = scales_and_zeros(key_scale_tiles.index(stage).slice(64 * WHICH, 64), SCALES, TOKENS)
+    if form.KEY_SCALES == 1 and not SCALED:
+        key_scale, key_zero = scales_and_zeros(tiles.key_scales.index(stage), form.KEY_SCALES, TOKENS)
         scores *= key_scale[:, None]
-    if MASKED:
-        inside = gl.arange(0, 64, TOKENS) < seen
-        scores = gl.where(inside[:, None], scores, float("-inf"))
-        if BITS < 16:
-            value_scale = gl.where(inside, value_scale, 0.0)
-            value_zero = gl.where(inside, value_zero, 0.0)
+    if work.NORM > 0:
+        inverse = gl.rsqrt(square * (1.0 / form.HEAD_DIM) + norm_epsilon)
+        scores *= gl.convert_layout(inverse, TOKENS)[:, None]
+    scores = gl.where(inside[:, None], scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, axis=0))
     decay = gl.exp2(top - new_top)[None, :]
     likely = gl.exp2(scores - new_top[None, :])
     total = total * decay + likely
-    if SCALES == 2:
+    if form.VALUE_SCALES == 2:
         zero = zero * decay + likely * value_zero[:, None]
-    if BITS < 16:
+    if form.VALUE_BITS < 16:
         likely *= value_scale[:, None]
-    weights.index(WHICH).store(likely.to(ROW_TYPE).permute([1, 0]))
+    operands.weights.index(WHICH).store(likely.to(ROW_TYPE).permute([1, 0]))
     fence_async_shared()
     group_barrier()
     mixed = mixed * decay
-    own_weights = weights.index(WHICH).permute([1, 0])
-    if BITS == 16 and not MASKED:
-        mixed = warpgroup_mma(value_tile.permute([1, 0]), own_weights, mixed, is_async=True)
+    weights = operands.weights.index(WHICH).permute([1, 0])
+    if form.VALUE_BITS == 16:
+        mixed = warpgroup_mma(tiles.value.index(stage).permute([1, 0]), weights, mixed, is_async=True)
     else:
-        mixed = warpgroup_mma(own_values.permute([1, 0]), own_weights, mixed, is_async=True)
+        mixed = warpgroup_mma(operands.floats.index(WHICH).permute([1, 0]), weights, mixed, is_async=True)
     mixed = warpgroup_mma_wait(0, deps=[mixed])
-    release(free.index(stage))
+    release(tiles.free.index(stage))
     return new_top, total, zero, mixed
+
+
+@gluon.jit
+def load_latents(tiles, stage, form, SCALED: gl.constexpr, LATENT: gl.constexpr):
+    """Keys of a tile as the left operand of a product: whole numbers, times their scale where SCALED."""
+    RANK: gl.constexpr = form.KEY_RANK
+    if form.KEY_BITS == 16:
+        return tiles.key.index(stage)
+    else:
+        KEYS: gl.constexpr = key_layout(RANK // 2 if form.KEY_BITS == 4 else RANK)
+        OFFSET: gl.constexpr = raised_offset(form.KEY_BITS, form.KEY_SCALES)
+        codes = tiles.key.index(stage).load(KEYS)
+        if form.KEY_BITS == 4:
+            low, high = raised_nibbles(codes)
+        else:
+            low = raised_bytes(codes, form.KEY_SCALES)
+            high = low
+        if SCALED:
+            factor, shift = scales_and_zeros(tiles.key_scales.index(stage), form.KEY_SCALES, gl.SliceLayout(1, KEYS))
+            if form.KEY_SCALES == 2:
+                shift = shift - OFFSET * factor
+            else:
+                shift = -OFFSET * factor
+            low = low * factor[:, None] + shift[:, None]
+            high = high * factor[:, None] + shift[:, None]
+        else:  # levels are whole numbers that 16-bit floats hold
+            low = low - OFFSET
+            high = high - OFFSET
+        return gl.convert_layout(in_product_order(low, high, 64, RANK, form.KEY_BITS).to(tiles.cos.dtype), LATENT)
+
+
+@gluon.jit
+def decode_values(WHICH: gl.constexpr, tiles, stage, operands, form, inside, seen, hidden):
+    """Make a tile's values a left operand in shared memory, without what may be NaN; their scales and zeros, or 0."""
+    RANK: gl.constexpr = form.VALUE_RANK
+    WIDTH: gl.constexpr = RANK // 2 if form.VALUE_BITS == 4 else RANK
+    VALUES: gl.constexpr = gl.BlockedLayout([WIDTH // 16, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    tile = tiles.value.index(stage)
+    value_scale = inside.to(gl.float32)
+    value_zero = value_scale
+    if form.VALUE_BITS == 16:
+        # The product reads the tile as it is: what no weight of 0 would silence is taken out of it.
+        if (seen < 64) | (hidden > 0):
+            token = gl.arange(0, 64, gl.SliceLayout(1, VALUES))
+            readable = (token < seen) & (token >= hidden)
+            tile.store(gl.where(readable[:, None], tile.load(VALUES), 0.0))
+    else:
+        OFFSET: gl.constexpr = raised_offset(form.VALUE_BITS, form.VALUE_SCALES)
+        floats = operands.floats.index(WHICH)
+        codes = tile.load(VALUES)
+        if form.VALUE_BITS == 4:
+            low, high = raised_nibbles(codes)
+            floats.slice(0, RANK // 2, dim=1).store((low - OFFSET).to(floats.dtype))
+            floats.slice(RANK // 2, RANK // 2, dim=1).store((high - OFFSET).to(floats.dtype))
+        else:
+            floats.store((raised_bytes(codes, form.VALUE_SCALES) - OFFSET).to(floats.dtype))
+        value_scale, value_zero = scales_and_zeros(
+            tiles.value_scales.index(stage), form.VALUE_SCALES, inside.type.layout
+        )
+        value_scale = gl.where(inside, value_scale, 0.0)
+        value_zero = gl.where(inside, value_zero, 0.0)
+    return value_scale, value_zero
+
+
+@gluon.jit
+def line(numbers, LAYOUT: gl.constexpr):
+    """`[CHUNK]` in shared memory as a row beside a product."""
+    return numbers.load(gl.SliceLayout(0, LAYOUT))[None, :]
