@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from unittest import mock
 
 import torch
-from kernel_cases import DecodeCase, random_part, random_rows
+from kernel_cases import DecodeCase, random_mask, random_part, random_rows
 from torch import Tensor
 
-from hf_wsvd.kernels.stored_tokens import StoredTokens
+from hf_wsvd.kernels import hopper_launch
+from hf_wsvd.kernels.decode_call import DecodeCall
+from hf_wsvd.kernels.decode_oracle import decode_part_oracle
+from hf_wsvd.kernels.hopper_operands import operands_obstacle
+from hf_wsvd.kernels.stored_tokens import DecodePart, KeyNormWeights, StoredTokens
 
 
 @dataclasses.dataclass(frozen=True)
 class HopperCase(DecodeCase):
-    """Defaults are an MHA step of fp16 latents that fill a tile and a part of one."""
+    """Defaults are an MHA step of fp16 latents, a tile and a part of one, with NaN where there is no token."""
 
     dtype: str = "float16"
     batch: int = 1
@@ -25,9 +28,11 @@ class HopperCase(DecodeCase):
     key_rank: int = 32
     value_rank: int = 32
     poison: bool = True
+    value_code: tuple[str, int] | None = None  # code and bits; None: those of keys
     split_tokens: int = 256
     part: tuple[int, ...] | None = None  # the heads of the part, of `heads`
     first: int = 0  # place of the part's first token
+    num_stages: int | None = None  # of the tile; None: as the shipped table says
 
     @property
     def tolerance(self) -> float:
@@ -35,27 +40,28 @@ class HopperCase(DecodeCase):
         return {"float16": 2e-3, "bfloat16": 1.5e-2}[self.dtype] * max(1.0, self.peak / 2)
 
 
-def start() -> None:
-    """Make this a process in which the kernels' Gluon is the emulator."""
-    import gluon_emulator
-
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    gluon_emulator.install()
-
-
-def operands(case: HopperCase) -> tuple:
+def operands(case: HopperCase) -> tuple[DecodeCall, DecodePart]:
     """The call and its only part, in buffers with room behind every head."""
-    from hf_wsvd.kernels.decode_call import DecodeCall
-
     torch.manual_seed(0)
-    query = (torch.randn(case.batch, case.heads * case.group, 1, case.head_dim) * case.peak).to(case.torch_dtype)
-    lengths = None if case.lengths is None else torch.tensor(case.lengths, dtype=torch.int32)
-    part = random_part(case, case.part, case.first, case.tokens - case.first, lengths, None)
+    dtype = case.torch_dtype
+    query = (torch.randn(case.batch, case.heads * case.group, 1, case.head_dim) * case.peak).to(dtype)
+    lengths, starts = (None if n is None else torch.tensor(n, dtype=torch.int32) for n in (case.lengths, case.starts))
+    norm = None
+    if case.norm is not None:
+        norm = KeyNormWeights((1 + torch.rand(case.head_dim)).to(dtype), 1e-5, case.norm == "before")
+    part = random_part(case, case.part, case.first, case.tokens - case.first, lengths, starts)
+    if case.value_code is not None:
+        code, bits = case.value_code
+        valued = dataclasses.replace(case, code=code, bits=bits)
+        values = random_part(valued, case.part, case.first, case.tokens - case.first, lengths, starts)
+        part = part._replace(value=values.value)
     up = torch.randn(part.key.payload.shape[1], case.head_dim, case.key_rank) * case.key_rank**-0.5
-    part = part._replace(key=roomy(part.key), value=roomy(part.value), key_up=up.to(case.torch_dtype))
-    rows = random_rows(case)
-    call = DecodeCall(query, case.heads, case.tokens, case.head_dim**-0.5, rows, lengths=lengths)
+    part = part._replace(key=roomy(part.key), value=roomy(part.value), key_up=up.to(dtype))
+    rows, mask = random_rows(case), random_mask(case)
+    scaling = case.head_dim**-0.5
+    call = DecodeCall(
+        query, case.heads, case.tokens, scaling, rows, mask, case.softcap, case.window, lengths, starts, norm
+    )
     return call, part
 
 
@@ -75,20 +81,19 @@ def roomy(stored: StoredTokens) -> StoredTokens:
 
 
 def worst_error(case: HopperCase) -> tuple[float, float]:
-    """Relative errors of the outputs of splits and of their logarithmic sums, infinite where one of them is no number.
+    """Relative error of the outputs of splits and absolute one of their logarithmic sums, infinite where one is NaN.
 
     What a kernel writes for one split, a result of each group of warps, is merged first.
     """
-    from hf_wsvd.kernels import hopper_launch
-    from hf_wsvd.kernels.decode_oracle import decode_part_oracle
-    from hf_wsvd.kernels.hopper_operands import operands_obstacle
-
     call, part = operands(case)
     obstacle = operands_obstacle(part, call)
     assert obstacle is None, obstacle
-    decode = hopper_launch.position_query_decode if case.group == 1 else hopper_launch.tile_reconstruction_decode
+    name = "position_query" if case.group == 1 else "tile_reconstruction"
+    tile = hopper_launch.choose_tile(name, part, call)
+    if case.num_stages is not None:
+        tile = tile._replace(num_stages=case.num_stages)
     with mock.patch.object(hopper_launch, "balanced_split", return_value=case.split_tokens):
-        partial, lse = decode(part, call)
+        partial, lse = getattr(hopper_launch, f"{name}_decode")(part, call, tile)
     wanted, wanted_lse = decode_part_oracle(call, part, case.split_tokens)
     partial, lse = merged(partial, lse, wanted.shape[3])
     assert partial.shape == wanted.shape

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 
 import hopper_cases
 import pytest
@@ -24,14 +22,6 @@ BFLOAT = {"dtype": "bfloat16"}
 WIDE = {"key_rank": 64, "value_rank": 64}
 GROUP = {"group": 4, **WIDE, **BFLOAT}
 RAGGED = {"batch": 2, "tokens": 301, "split_tokens": 128, "lengths": (301, 97)}
-
-
-@pytest.fixture(scope="module")
-def emulated() -> Iterator[Callable]:
-    """`emulated(function, *args)`, run in a process whose Gluon is the emulator."""
-    context = get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=hopper_cases.start) as pool:
-        yield lambda function, *args: pool.submit(function, *args).result()
 
 
 def check(case: HopperCase, emulated: Callable) -> None:

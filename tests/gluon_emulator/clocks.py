@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from .errors import RaceError, kernel_line
 
 
-Clock = dict[Any, int]  # by partition or ("copies", barrier): what of it is known to have happened
+Clock = dict[str, int]  # by partition, or copies to a barrier: what of it is known to have happened
 Box = tuple[tuple[int, int], ...]  # from and to along each axis
 
 

@@ -35,8 +35,9 @@ class Barrier:
         return self.phases & 1 != parity
 
     @property
-    def copies(self) -> tuple[str, str]:
-        return "copies to", self.name
+    def copies(self) -> str:
+        """What its bulk copies are called in clocks."""
+        return f"copies to {self.name}"
 
     def _settle(self) -> None:
         if self.missing:
@@ -47,7 +48,8 @@ class Barrier:
             self.missing, self.phases, self.gathered = self.count, self.phases + 1, {}
 
     def __str__(self) -> str:
-        return f"{self.name} (phase {self.phases}: {self.missing} of {self.count} and {self.bytes} bytes missing)"
+        arrivals = f"{self.missing} of {self.count} arrivals" + (f" and {self.bytes} bytes" if self.bytes else "")
+        return f"{self.name} (in phase {self.phases}: {arrivals} missing)"
 
 
 class Stopped(BaseException):
