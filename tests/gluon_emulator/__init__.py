@@ -31,7 +31,8 @@ def install() -> None:
     from . import hopper, language, launch
 
     gluon = ModuleType(GLUON)
-    gluon.jit, gluon.constexpr_function = launch.jit, launch.constexpr_function
+    for name in ("jit", "constexpr_function", "aggregate"):
+        setattr(gluon, name, getattr(launch, name))
     gluon.language, gluon.nvidia = language, triton.experimental.gluon.nvidia
     nvidia = ModuleType(f"{GLUON}.language.nvidia")
     language.nvidia, nvidia.hopper = nvidia, hopper

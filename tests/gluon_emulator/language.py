@@ -38,8 +38,10 @@ from .operations import (
     zeros,
 )
 from .program import program
+from .shared import View as shared_memory_descriptor
 from .shared import allocate_shared_memory
 from .values import Tensor, scalar
+from .values import Tensor as tensor
 
 
 __all__ = [
@@ -72,12 +74,14 @@ __all__ = [
     "program_id",
     "reshape",
     "rsqrt",
+    "shared_memory_descriptor",
     "split",
     "sqrt",
     "static_assert",
     "static_range",
     "store",
     "sum",
+    "tensor",
     "to_tensor",
     "warp_specialize",
     "where",

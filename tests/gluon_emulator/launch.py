@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Kernel:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         return self.fn(*args, **keywords)
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """As a method of an aggregate."""
+        return self if instance is None else partial(self.fn, instance)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable:
         return lambda *args, **keywords: self.launch(grid, *args, **keywords)
@@ -67,3 +72,8 @@ def jit(function: Callable | None = None, **options: Any) -> Any:
 
 def constexpr_function(function: Callable) -> Callable:
     return function
+
+
+def aggregate(kind: type) -> type:
+    """A class of which kernels make values."""
+    return kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from typing import Any
 
@@ -102,9 +103,10 @@ class View:
 
 
 def allocate_shared_memory(dtype: Any, shape: list[int], layout: Any, value: Tensor | None = None) -> View:
-    """Memory that holds nothing to be read, named as the variable that it is bound to."""
+    """Memory that holds nothing to be read, named as the variable that it is bound to or the line that asks for it."""
     caller = sys._getframe(1)
-    name = linecache.getline(caller.f_code.co_filename, caller.f_lineno).split("=")[0].strip()
+    bound = re.match(r"\s*(\w+) = ", linecache.getline(caller.f_code.co_filename, caller.f_lineno))
+    name = f"memory of line {caller.f_lineno}" if bound is None else bound[1]
     memory = Allocation(name, tl.int64 if dtype is None else dtype, [int(size) for size in shape], layout)
     view = View(memory, tuple((0, int(size)) for size in shape), tuple(range(len(shape))))
     if value is not None:
