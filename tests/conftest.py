@@ -21,6 +21,7 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
 import pytest
 import tiny_models
 import torch
+from gluon_emulator.process import emulating_process
 from interpreting import interpreting_process
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -106,6 +107,13 @@ def merged() -> Factory:
 def interpreted() -> Iterator[Callable]:
     """`interpreted(function, *args)`, run in a process in which Triton interprets kernels on the CPU."""
     with interpreting_process() as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Iterator[Callable]:
+    """`emulated(function, *args)`, run in a process in which Gluon is emulated on the CPU."""
+    with emulating_process() as run:
         yield run
 
 
