@@ -20,20 +20,25 @@ from .quantizer_config import WHOLE_LAYER, CacheConfig, LayerStorage
 from .storage import make_store
 
 
-def explain_model(model: PreTrainedModel, cache: Cache | None = None) -> str:
+def explain_model(
+    model: PreTrainedModel, cache: Cache | None = None, capability: tuple[int, int] | None = None
+) -> str:
     """One line a group of neighbouring decoder layers that are alike, for a step of one token.
 
     Args:
         cache: the one that the step would use, empty or not; None for one that the model makes by itself.
+        capability: of a CUDA device to choose for in place of the model's, such as (9, 0); Triton is taken to be there.
 
     Raises:
-        ValueError: a cache of another kind.
+        ValueError: a cache of another kind, a capability that is no pair of whole numbers.
     """
     attentions = decoder_attentions(model)
     if not isinstance(cache, Cache | None):
         raise ValueError(f"kernels.explain: cache={type(cache).__name__} is not allowed; allowed: a Cache or None")
+    if capability is not None and not (len(pair := tuple(capability)) == 2 and all(type(part) is int for part in pair)):
+        raise ValueError(f"kernels.explain: capability={capability!r} is not allowed; allowed: (9, 0) or the like, None")
     lines = []
-    choices = [(attention.layer, layer_choice(model, attention, cache)) for attention in attentions]
+    choices = [(attention.layer, layer_choice(model, attention, cache, capability)) for attention in attentions]
     for choice, group in groupby(choices, key=lambda entry: entry[1]):
         numbers = [number for number, _ in group]
         named = f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}"
@@ -41,7 +46,12 @@ def explain_model(model: PreTrainedModel, cache: Cache | None = None) -> str:
     return "\n".join(lines)
 
 
-def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cache | None) -> Choice:
+def layer_choice(
+    model: PreTrainedModel,
+    attention: DecoderAttention,
+    cache: Cache | None,
+    capability: tuple[int, int] | None = None,
+) -> Choice:
     """The kernel of one layer's step of one token."""
     module = attention.module
     binding = getattr(module, "_wsvd", None)
@@ -75,6 +85,7 @@ def layer_choice(model: PreTrainedModel, attention: DecoderAttention, cache: Cac
         interleaved=latent and binding.layout.rotation not in ("none", "halves"),
         softcap=getattr(module.config, "attn_logit_softcapping", None) is not None,
         obstacle=obstacle,
+        capability=capability,
         forms=forms,
     )
     return choose_for(step)

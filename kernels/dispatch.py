@@ -20,6 +20,7 @@ from .triton_support import triton_obstacle
 MAX_QUERY_TOKENS = 16
 MAX_HEAD_DIM = 256
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TORCH_PREFERRED = "the torch path was asked for"
 PREFERENCES = ("auto", "general", "torch")
 
 
@@ -45,6 +46,7 @@ class DecodeStep(NamedTuple):
         interleaved, softcap: whether pairs of neighbours are rotated, and scores are capped; of a model's step alone.
         gradients: whether any are needed.
         obstacle: what else stands against a kernel, in words; None for nothing.
+        capability: of a GPU to choose for in place of the device, such as (9, 0), or None.
         forms: width, code, bits and groups of what is stored, see `StoredTokens`; one each for keys and values that
             lie in one run each, none where they lie in several or where the operands are asked.
     """
@@ -62,6 +64,7 @@ class DecodeStep(NamedTuple):
     softcap: bool = False
     gradients: bool = False
     obstacle: str | None = None
+    capability: tuple[int, int] | None = None
     forms: tuple[tuple[int, str, int, int], ...] = ()
 
 
@@ -93,7 +96,7 @@ def use(kernel: str) -> Iterator[None]:
 
 def device_obstacle(device: torch.device) -> str | None:
     """Why no kernel runs on a device now; None where kernels run."""
-    return "the torch path was asked for" if torch_preferred() else triton_obstacle(device)
+    return TORCH_PREFERRED if torch_preferred() else triton_obstacle(device)
 
 
 def torch_preferred() -> bool:
@@ -109,7 +112,10 @@ def kernels_can_run() -> bool:
 
 def choose_for(step: DecodeStep) -> Choice:
     """The kernel of a step."""
-    obstacle = device_obstacle(step.device)
+    if step.capability is None:
+        obstacle = device_obstacle(step.device)
+    else:
+        obstacle = TORCH_PREFERRED if torch_preferred() else None
     if obstacle is None and step.gradients:
         obstacle = "gradients are needed"
     if obstacle is None and step.query_tokens > MAX_QUERY_TOKENS:
@@ -128,47 +134,37 @@ def choose_for(step: DecodeStep) -> Choice:
 
 def kernel_of_step(step: DecodeStep) -> Choice:
     """The kernel for one run of keys and of values, as far as a step tells without its operands."""
-    from .hopper_launch import group_obstacle
-    from .hopper_operands import form_obstacle, hopper_obstacle
+    from .hopper_operands import capability_obstacle, fast_kernel, form_obstacle, hopper_obstacle
 
     group = step.query_heads // step.heads
     name = fast_kernel(group)
-    obstacle = "the general kernel was asked for" if _preference.kernel == "general" else hopper_obstacle(step.device)
+    obstacle = "the general kernel was asked for" if _preference.kernel == "general" else None
+    if obstacle is None and step.capability is not None:
+        obstacle = capability_obstacle(step.capability)
+    elif obstacle is None:
+        obstacle = hopper_obstacle(step.device)
     if obstacle is None and not step.rotated:
         obstacle = "keys are not rotated"
-    if obstacle is None and (step.bias or step.norm):
-        obstacle = "keys have a bias" if step.bias else "keys are normalised"
     if obstacle is None and (step.interleaved or step.softcap):
         obstacle = "rotation of pairs of neighbours" if step.interleaved else "there is a softcap"
-    if obstacle is None and len(set(step.forms)) > 1:
-        obstacle = "keys and values are kept in different forms"
     if obstacle is None:
-        obstacle = form_obstacle(step.head_dim, step.dtype, *step.forms[0])
-    if obstacle is None and group > 1:
-        width, _, bits, _ = step.forms[0]
-        obstacle = group_obstacle(group, step.dtype, width, bits)
+        obstacle = form_obstacle(step.head_dim, step.dtype, group, step.forms, step.bias, step.norm)
     if obstacle is not None:
         return Choice("general", f"{name}: {obstacle}")
-    return Choice(name, f"{step.query_heads} query heads over {step.heads} heads, without a mask")
-
-
-def fast_kernel(group: int) -> str:
-    """The kernel that is made for so many query heads a KV head."""
-    return "position_query" if group == 1 else "tile_reconstruction"
+    return Choice(name, f"{step.query_heads} query heads over {step.heads} heads")
 
 
 def kernel_of(part: DecodePart, call: DecodeCall) -> Choice:
     """The kernel for one part of checked operands; never "torch"."""
-    from .hopper_launch import position_query_obstacle, tile_reconstruction_obstacle
+    from .hopper_launch import plan_of
+    from .hopper_operands import fast_kernel
 
-    name = fast_kernel(call.group)
     if _preference.kernel == "general":
-        return Choice("general", f"{name}: the general kernel was asked for")
-    obstacles = {"position_query": position_query_obstacle, "tile_reconstruction": tile_reconstruction_obstacle}
-    obstacle = obstacles[name](part, call)
-    if obstacle is not None:
-        return Choice("general", f"{name}: {obstacle}")
-    return Choice(name, f"{call.query.shape[1]} query heads over {call.kv_heads} heads")
+        return Choice("general", f"{fast_kernel(call.group)}: the general kernel was asked for")
+    plan = plan_of(part, call)
+    if plan.obstacle is not None:
+        return Choice("general", f"{plan.kernel}: {plan.obstacle}")
+    return Choice(plan.kernel, f"{call.query.shape[1]} query heads over {call.kv_heads} heads")
 
 
 def choose(
@@ -252,8 +248,9 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Choice | str:
     """Which kernel serves a decode step, and why.
 
     `explain(query, parts, rotation, norm=...)`: the `Choice` for operands of `fused_attention`.
-    `explain(model, cache=None)`: text, one line a group of decoder layers that are alike, for a step of one token on
-    the model's devices. Without a cache: for one that the model makes by itself.
+    `explain(model, cache=None, capability=None)`: text, one line a group of decoder layers that are alike, for a step of
+    one token. Without a cache: for one that the model makes by itself. `capability`: as on a CUDA device of that compute
+    capability, such as (9, 0) for an H100, with Triton installed; None: on the model's devices.
 
     Raises:
         ValueError: neither a query nor a model.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
 from .stored_tokens import StoredTokens
+from .tiles import AnyTile
 
 
 SHARED_MEMORY = 227 << 10  # of a program on compute capability 9.0
-SCRATCH = 5 << 10  # for what moves between threads of all groups, and barriers
+SCRATCH = 3 << 9  # bytes for what moves between threads, and for barriers
+TILE_TOKENS = {"position_query": 128, "tile_reconstruction": 64}
 PADDED_RANKS = (32, 64, 128)  # fewer forms to compile than there are ranks
 SMALLEST_OPERAND = 64  # rows of a left operand on tensor cores: values of tile reconstruction
 
@@ -69,8 +71,16 @@ class Form(NamedTuple):
         """Columns of a product on tensor cores that hold the group's query heads."""
         return 8 if self.group <= 8 else 16
 
+    @property
+    def most_groups(self) -> int:
+        """Groups of four warps of tile reconstruction whose registers hold what they work on."""
+        ranks = self.ranks("tile_reconstruction")
+        if max(ranks) > 64 or self.queries > 8 or self.bias or self.norm or 2 in (self.key.scales, self.value.scales):
+            return 3 if max(ranks) <= 64 else 2
+        return 4
+
     def constants(self, kernel: str) -> dict[str, int]:
-        """Constants of the kernel that do not depend on its tile."""
+        """Constants of a kernel that do not depend on its tile."""
         key_rank, value_rank = self.ranks(kernel)
         constants = {
             "HEAD_DIM": self.head_dim,
@@ -84,3 +94,46 @@ class Form(NamedTuple):
         if kernel == "tile_reconstruction":
             constants |= {"GROUP": self.group, "QUERIES": self.queries, "NORM": self.norm}
         return constants
+
+
+def tile_constants(kernel: str, form: Form, tile: AnyTile, heads: int) -> dict[str, int]:
+    """Constants of a kernel that follow from its tile: as much of it as the form and `heads` of a part allow.
+
+    Raises:
+        ValueError: shared memory does not hold even one stage for each group of warps.
+    """
+    if kernel == "position_query":
+        together = math.gcd(tile.heads, heads)
+        stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, 1)
+        return {"HEADS": together, "STAGES": stages, "ROW_STAGES": rows}
+    groups = min(tile.groups, form.most_groups)
+    together = math.gcd(tile.heads, heads)
+    while groups % together:
+        together //= 2
+    chunk = min(tile.chunk if groups < 4 else 32, form.head_dim // 2)
+    stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, groups)
+    return {"HEADS": together, "STAGES": stages, "ROW_STAGES": rows, "GROUPS": groups, "CHUNK": chunk}
+
+
+@lru_cache(maxsize=1024)
+def stages_that_fit(kernel: str, form: Form, most: int, heads: int, groups: int) -> tuple[int, int]:
+    """Stages of keys and values, at most so many, and of rotary rows. Raises ValueError, see `tile_constants`."""
+    key_rank, value_rank = form.ranks(kernel)
+    tokens = TILE_TOKENS[kernel]
+    stage = tokens * (form.key.bytes_of(key_rank) + form.value.bytes_of(value_rank))
+    rows = tokens * 2 * form.head_dim  # cosines and sines
+    operands = heads * form.head_dim * key_rank * 2  # U, or W in two halves
+    wanted = 1
+    if kernel == "tile_reconstruction":
+        floats = value_rank if form.value.bits < 16 else 0
+        operands += heads * form.head_dim * (2 * form.queries + 4) + groups * 64 * 2 * (form.queries + floats)
+        wanted = groups // heads + 1  # one in work by each group, one on its way
+    room = SHARED_MEMORY - SCRATCH - operands
+    for row_stages in range(wanted, 0, -1):
+        stages = min(most, (room - row_stages * rows) // stage)
+        if stages >= min(most, groups + 1) or (row_stages == 1 and stages >= 1):
+            return stages, row_stages
+    raise ValueError(
+        f"heads={heads}, groups={groups} of {kernel} is not allowed for {form}: a stage takes {stage} bytes, what else "
+        f"is in shared memory {operands + rows}; allowed: {SHARED_MEMORY - SCRATCH} together"
+    )

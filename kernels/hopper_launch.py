@@ -4,95 +4,221 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .decode_call import DecodeCall
+from .hopper_form import TILE_TOKENS, Form, side_of, tile_constants
 from .hopper_operands import (
-    TILE_TOKENS,
+    ALIGNMENT,
+    fast_kernel,
     hopper_obstacle,
     operands_obstacle,
     row_strides,
     scale_descriptor,
     token_descriptor,
 )
-from .stored_tokens import DecodePart
-from .tiles import Tile, device_facts, tile_for
+from .stored_tokens import DecodePart, StoredTokens
+from .tiles import AnyTile, device_facts, tile_for
 
 
 # What starting a program costs, in tokens of one head: it prepares its operands and waits for its first tile.
 START_TOKENS = 512
-SHORTEST_SPLIT = 4 * TILE_TOKENS
-HALVES = 2  # of a tile, each with a result of its own
-LARGEST_GROUP = 16
-GROUP_RANK = 64  # of tile reconstruction
-MOST_HEADS = 2  # of a program of position queries
+LARGEST_TILE = 128  # tokens; splits are multiples
 
 
-def position_query_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
-    """Why the position-query kernel cannot serve a part of a call; None if it can."""
-    rows = call.group * call.query.shape[2]
-    if rows > 1:
-        return f"{rows} query rows share a head"
-    return hopper_obstacle(call.query.device) or operands_obstacle(part, call)
+class Plan(NamedTuple):
+    """What launches of operands in the same form, lying in the same way, share.
+
+    Attributes:
+        kernel: the one for the query heads of a KV head.
+        obstacle: why it cannot serve them; None if it can.
+        form: what it is compiled for; None with an obstacle.
+        numbers: its arguments that are whole numbers known here.
+    """
+
+    kernel: str
+    obstacle: str | None
+    form: Form | None = None
+    numbers: dict[str, int] | None = None
 
 
-def tile_reconstruction_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
-    """Why the tile-reconstruction kernel cannot serve a part of a call; None if it can."""
-    if call.query.shape[2] > 1:
-        return f"{call.query.shape[2]} query tokens, not 1"
+_plans: dict[tuple, Plan] = {}
+MOST_PLANS = 4096
+
+
+def plan_of(part: DecodePart, call: DecodeCall) -> Plan:
+    """The plan for a part of a call, remembered by shapes, strides, dtypes and alignment: no address is in it."""
+    obstacle = hopper_obstacle(call.query.device)
+    if obstacle is not None:
+        return Plan(fast_kernel(call.group), obstacle)
+    name = _signature(part, call)
+    plan = _plans.get(name)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[name] = make_plan(part, call)
+    return plan
+
+
+def make_plan(part: DecodePart, call: DecodeCall) -> Plan:
+    """See `plan_of`."""
+    kernel = fast_kernel(call.group)
+    obstacle = operands_obstacle(part, call)
+    if obstacle is not None:
+        return Plan(kernel, obstacle)
+    query, key, value, norm = call.query, part.key, part.value, call.norm
+    norm_kind = 0 if norm is None else 1 if norm.before else 2
+    form = Form(query.shape[3], side_of(key), side_of(value), call.group, part.key_bias is not None, norm_kind)
+    key_rows, value_rows = row_strides(key.payload), row_strides(value.payload)
+    numbers = {
+        "key_width": key.width,
+        "value_width": value.width,
+        "query_batch_stride": query.stride(0),
+        "query_head_stride": query.stride(1),
+        "up_head_stride": part.key_up.stride(0),
+        "up_channel_stride": part.key_up.stride(1),
+        "mask_batch_stride": 0 if call.mask is None or call.mask.shape[0] == 1 else call.mask.stride(0),
+        "key_batch_rows": key_rows[0],
+        "key_head_rows": key_rows[1],
+        "value_batch_rows": value_rows[0],
+        "value_head_rows": value_rows[1],
+        "rows_batch_rows": row_strides(call.rotation.cos[:, None])[0],
+    }
+    if kernel == "tile_reconstruction":
+        numbers["bias_head_stride"] = 0 if part.key_bias is None else part.key_bias.stride(0)
+    return Plan(kernel, None, form, numbers)
+
+
+def _signature(part: DecodePart, call: DecodeCall) -> tuple:
+    key, value, rotation, norm = part.key, part.value, call.rotation, call.norm
     return (
-        hopper_obstacle(call.query.device)
-        or operands_obstacle(part, call)
-        or group_obstacle(call.group, call.query.dtype, part.key.width, part.key.bits)
+        _lying(call.query),
+        call.query.device,
+        call.kv_heads,
+        None if rotation is None else (_lying(rotation.cos), _lying(rotation.sin), rotation.interleaved),
+        _lying(call.mask),
+        (call.softcap is None, call.window is None, part.places is None),
+        None if norm is None else (_lying(norm.weight), norm.before),
+        (_lying(key.payload), _lying(key.scales), key.width, key.code, key.bits),
+        (_lying(value.payload), _lying(value.scales), value.width, value.code, value.bits),
+        _lying(part.key_up),
+        _lying(part.key_bias),
     )
 
 
-def group_obstacle(group: int, dtype: torch.dtype, width: int, bits: int) -> str | None:
-    """What tile reconstruction asks beyond `form_obstacle`: why not tokens of this form and a query of `dtype`."""
-    if not 1 < group <= LARGEST_GROUP:
-        return f"{group} query heads a head, not 2 to {LARGEST_GROUP}"
-    if width != GROUP_RANK:
-        return f"rank {width}, not {GROUP_RANK}"
-    if bits < 16 and dtype != torch.bfloat16:
-        return "weights times scales can be too small for float16"
-    return None
+def _lying(tensor: Tensor | None) -> tuple | None:
+    """All that matters of a tensor but for where it is."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % ALIGNMENT
 
 
-def position_query_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def hopper_decode(part: DecodePart, call: DecodeCall, tile: AnyTile | None = None) -> tuple[Tensor, Tensor]:
     """First stage of attention over one part, see `general_decode`; the twin is `decode_part_oracle`.
 
     Args:
         part, call: without an obstacle.
-        tile: how to divide the work; None: as the tile tables say.
+        tile: how to divide the work, of the class of the kernel for these query heads; None: as the tile tables say.
 
     Returns:
-        `partial [B, Hp, 1, splits, rank]` and `lse [B, Hp, 1, splits]`, both fp32.
+        `partial [B, Hp G, 1, splits, value width]` and `lse [B, Hp G, 1, splits]`, both fp32; several groups of warps
+        have a split each.
 
     Raises:
-        ValueError: a tile of more heads, other tokens or other warps than the kernel is made for.
+        ValueError: a tile that shared memory does not hold.
     """
-    from .position_query import position_query_kernel
+    plan = plan_of(part, call)
+    tile = tile or choose_tile(plan.kernel, part, call)
+    query, rotation, norm = call.query, call.rotation, call.norm
+    heads, slots = part.key.payload.shape[1:3]
+    constants = tile_constants(plan.kernel, plan.form, tile, heads)
+    together = constants["HEADS"]
+    batch, programs = query.shape[0], heads // together
+    split_tokens = balanced_split(
+        slots, batch * programs, device_facts(str(query.device))[1], max(tile.shortest_split, LARGEST_TILE)
+    )
+    splits = math.ceil(slots / split_tokens)
+    results = 2 if plan.kernel == "position_query" else constants["GROUPS"] // together
+    shape = (batch, heads * call.group, 1, results * splits)
+    partial = query.new_empty((*shape, part.value.width), dtype=torch.float32)
+    lse = query.new_empty(shape, dtype=torch.float32)
+    arguments = {
+        **descriptors(plan, part, rotation.cos[:, None], rotation.sin[:, None]),
+        **pointers(part, call),
+        "partial": partial,
+        "lse": lse,
+        "scale": call.scaling * math.log2(math.e),
+        "slots": slots,
+        "first": part.first,
+        "split_tokens": split_tokens,
+        "splits": splits,
+        **plan.numbers,
+    }
+    if plan.kernel == "tile_reconstruction":
+        arguments |= {
+            "key_bias": part.key_bias,
+            "norm_weight": None if norm is None else norm.weight,
+            "norm_epsilon": 0.0 if norm is None else float(norm.epsilon),
+        }
+    kernel_named(plan.kernel)[(splits, programs, batch)](
+        **arguments,
+        **plan.form.constants(plan.kernel),
+        **constants,
+        num_warps=4,
+        enable_fp_fusion=True,  # the default until Triton 3.9; sums are chains of fused operations
+    )
+    return partial, lse
 
-    tile = tile or choose_tile("position_query", part, call)
-    if tile.heads > MOST_HEADS:
-        raise ValueError(f"tile={tile} is not allowed; allowed: heads=1 or {MOST_HEADS}")
-    together = tile.heads if part.key.payload.shape[1] % tile.heads == 0 else 1
-    return launch(position_query_kernel, part, call, tile, together, HEADS=together)
 
+def kernel_named(name: str) -> Any:
+    """The compiled function."""
+    if name == "position_query":
+        from .position_query import position_query_kernel
 
-def tile_reconstruction_decode(part: DecodePart, call: DecodeCall, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
-    """The same for a group of query heads: `[B, Hp group, 1, splits, rank]` and `[B, Hp group, 1, splits]`."""
+        return position_query_kernel
     from .tile_reconstruction import tile_reconstruction_kernel
 
-    tile = tile or choose_tile("tile_reconstruction", part, call)
-    queries = 8 if call.group <= 8 else 16  # columns of a product on tensor cores
-    return launch(tile_reconstruction_kernel, part, call, tile, 1, GROUP=call.group, QUERIES=queries)
+    return tile_reconstruction_kernel
 
 
-def choose_tile(kernel: str, part: DecodePart, call: DecodeCall) -> Tile:
+def descriptors(plan: Plan, part: DecodePart, cos: Tensor, sin: Tensor) -> dict[str, Any]:
+    """What bulk copies read, by argument."""
+    tokens = TILE_TOKENS[plan.kernel]
+    key_rank, value_rank = plan.form.ranks(plan.kernel)
+    half = cos.shape[3]
+    return {
+        "key": token_descriptor(part.key.payload, tokens, tile_width(part.key, key_rank)),
+        "value": token_descriptor(part.value.payload, tokens, tile_width(part.value, value_rank)),
+        "key_scales": scale_descriptor(part.key, tokens),
+        "value_scales": scale_descriptor(part.value, tokens),
+        "cos": token_descriptor(cos, tokens, half),
+        "sin": token_descriptor(sin, tokens, half),
+    }
+
+
+def tile_width(stored: StoredTokens, rank: int) -> int:
+    """Numbers or bytes of a token in a tile of padded rank."""
+    return rank // 2 if stored.bits == 4 else rank
+
+
+def pointers(part: DecodePart, call: DecodeCall) -> dict[str, Any]:
+    """Tensors that are read by pointers, by argument, and None for what there is not."""
+    from .general_launch import head_numbers
+
+    return {
+        "query": call.query,
+        "key_up": part.key_up,
+        "mask": None if call.mask is None else call.mask[:, 0, -1].view(torch.uint8),
+        "heads": None if part.heads is None else head_numbers(part.heads, call.query.device),
+        "lengths": call.lengths,
+        "starts": call.starts,
+    }
+
+
+def choose_tile(kernel: str, part: DecodePart, call: DecodeCall) -> AnyTile:
     """The entry of the tile tables for a part."""
     return tile_for(
         kernel,
@@ -109,67 +235,8 @@ def choose_tile(kernel: str, part: DecodePart, call: DecodeCall) -> Tile:
     )
 
 
-def launch(
-    kernel: Any, part: DecodePart, call: DecodeCall, tile: Tile, heads_a_program: int, **constants: int
-) -> tuple[Tensor, Tensor]:
-    """Run one of the two kernels, whose arguments are the same but for some constants.
-
-    The split is theirs to choose (`balanced_split`), not the tile's. Raises ValueError for a tile of other tokens or
-    warps than the kernels are made for.
-    """
-    from .general_launch import head_numbers
-
-    query, key, value, rotation = call.query, part.key, part.value, call.rotation
-    if (tile.block_tokens, tile.num_warps) != (TILE_TOKENS, 4):
-        raise ValueError(f"tile={tile} is not allowed; allowed: block_tokens={TILE_TOKENS}, num_warps=4")
-    heads, slots = key.payload.shape[1:3]
-    batch, programs = query.shape[0], heads // heads_a_program
-    split_tokens = balanced_split(slots, batch * programs, device_facts(str(query.device))[1])
-    splits = math.ceil(slots / split_tokens)
-    shape = (batch, heads * call.group, 1, HALVES * splits)
-    partial = query.new_empty((*shape, key.width), dtype=torch.float32)
-    lse = query.new_empty(shape, dtype=torch.float32)
-    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
-    kernel[(splits, programs, batch)](
-        token_descriptor(key.payload),
-        token_descriptor(value.payload),
-        scale_descriptor(key),
-        scale_descriptor(value),
-        token_descriptor(cos),
-        token_descriptor(sin),
-        query,
-        part.key_up,
-        None if part.heads is None else head_numbers(part.heads, query.device),
-        call.lengths,
-        partial,
-        lse,
-        call.scaling * math.log2(math.e),
-        slots,
-        part.first,
-        split_tokens,
-        splits,
-        query.stride(0),
-        query.stride(1),
-        part.key_up.stride(0),
-        part.key_up.stride(1),
-        *row_strides(key.payload),
-        *row_strides(value.payload),
-        row_strides(cos)[0],
-        HEAD_DIM=query.shape[3],
-        RANK=key.width,
-        BITS=key.bits,
-        SCALES=0 if key.scales is None else key.scales.shape[3],
-        STAGES=tile.num_stages,
-        ROW_STAGES=1,
-        **constants,
-        num_warps=4,
-        enable_fp_fusion=True,  # the default until Triton 3.9; sums are chains of fused operations
-    )
-    return partial, lse
-
-
 @lru_cache(maxsize=4096)
-def balanced_split(tokens: int, programs: int, multiprocessors: int) -> int:
+def balanced_split(tokens: int, programs: int, multiprocessors: int, shortest: int) -> int:
     """Tokens of a split, a multiple of a tile, for which the last multiprocessor is done first.
 
     A program takes a multiprocessor for itself, so that what counts is how many must follow each other.
@@ -177,12 +244,14 @@ def balanced_split(tokens: int, programs: int, multiprocessors: int) -> int:
     Args:
         tokens: of a sequence.
         programs: that there are without splitting.
+        multiprocessors: of the device.
+        shortest: the fewest tokens of a split.
     """
 
     def cost(splits: int) -> float:
         waves = math.ceil(programs * splits / multiprocessors)
-        return waves * (math.ceil(tokens / splits / TILE_TOKENS) * TILE_TOKENS + START_TOKENS)
+        return waves * (math.ceil(tokens / splits / LARGEST_TILE) * LARGEST_TILE + START_TOKENS)
 
-    most = max(1, min(tokens // SHORTEST_SPLIT, 4 * multiprocessors))
+    most = max(1, min(tokens // shortest, 4 * multiprocessors))
     splits = min(range(1, most + 1), key=cost)
-    return math.ceil(tokens / splits / TILE_TOKENS) * TILE_TOKENS
+    return math.ceil(tokens / splits / LARGEST_TILE) * LARGEST_TILE

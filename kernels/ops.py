@@ -91,10 +91,10 @@ def launch_decode(part: DecodePart, call: DecodeCall) -> tuple[Tensor, Tensor]:
     """
     from .dispatch import kernel_of
     from .general_launch import general_decode
-    from .hopper_launch import position_query_decode, tile_reconstruction_decode
+    from .hopper_launch import hopper_decode
 
-    launches = {"position_query": position_query_decode, "tile_reconstruction": tile_reconstruction_decode}
-    return launches.get(kernel_of(part, call).kernel, general_decode)(part, call)
+    decode = general_decode if kernel_of(part, call).kernel == "general" else hopper_decode
+    return decode(part, call)
 
 
 def attend(parts: Sequence[DecodePart], call: DecodeCall) -> Tensor:

@@ -418,10 +418,17 @@ def attend_tile(
         second_up = operands.up.index(HEAD_PARTS + HALF_PARTS + part).permute([1, 0])
         first = warpgroup_mma(latent, first_up, first, use_acc=False, is_async=True)
         second = warpgroup_mma(latent, second_up, second, use_acc=False, is_async=True)
-        if part == 0:
+        # What the tensor cores read from registers must live until they have; keys of 16 bits they read from the tile.
+        if part == 0 and form.KEY_BITS == 16:
             first, second = warpgroup_mma_wait(0, deps=[first, second])
-        else:
+        elif part == 0:
+            first, second, latent = warpgroup_mma_wait(0, deps=[first, second, latent])
+        elif form.KEY_BITS == 16:
             first, second, scores, rotated, other = warpgroup_mma_wait(0, deps=[first, second, scores, rotated, other])
+        else:
+            first, second, latent, scores, rotated, other = warpgroup_mma_wait(
+                0, deps=[first, second, latent, scores, rotated, other]
+            )
         if part == 0:
             mbarrier.wait(tiles.rows_full.index(row_stage), (tile // tiles.ROW_STAGES) & 1)
         cos = tiles.cos.index(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)

@@ -16,12 +16,17 @@ NEAREST = ("key_rank", "value_rank", "group", "tokens", "rows")
 # A key that the entry leaves open stands for anything, as far away as two doublings.
 OPEN_KEY = 2.0
 
-SIZES = {  # field of a tile: (smallest, largest, whether a power of two)
-    "block_tokens": (16, 512, True),
-    "split_tokens": (16, 1 << 20, True),
-    "num_warps": (1, 16, True),
-    "num_stages": (1, 8, False),
-    "heads": (1, 64, True),
+_STAGES = (1, 8, False)
+_HOPPER = {"num_stages": _STAGES, "heads": (1, 4, True), "shortest_split": (64, 1 << 20, True)}
+SIZES = {  # fields of a kernel's tile: (smallest, largest, whether a power of two)
+    "general": {
+        "block_tokens": (16, 512, True),
+        "split_tokens": (16, 1 << 20, True),
+        "num_warps": (1, 16, True),
+        "num_stages": _STAGES,
+    },
+    "position_query": {**_HOPPER, "heads": (1, 2, True)},
+    "tile_reconstruction": {**_HOPPER, "groups": (2, 4, False), "chunk": (32, 64, True)},
 }
 
 
@@ -68,13 +73,14 @@ def parse(row: Any, where: str) -> Entry:
     """One entry of a table, checked. Raises ValueError that starts with `where`."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} must be an object, got {row!r}")
-    known_fields = {"kernel", *EXACT, *NEAREST, *SIZES, "ms"}
+    kernel = row.get("kernel")
+    if not isinstance(kernel, str) or kernel not in SIZES:
+        raise ValueError(f"{where}.kernel must be one of {', '.join(SIZES)}, got {kernel!r}")
+    known_fields = {"kernel", *EXACT, *NEAREST, *SIZES[kernel], "ms"}
     if unknown := sorted(row.keys() - known_fields):
         raise ValueError(
-            f"{where} has unknown fields {', '.join(unknown)}; allowed: {', '.join(sorted(known_fields))}"
+            f"{where} has unknown fields {', '.join(unknown)}; allowed for {kernel}: {', '.join(sorted(known_fields))}"
         )
-    if not isinstance(row.get("kernel"), str):
-        raise ValueError(f"{where}.kernel must be a name, got {row.get('kernel')!r}")
     keys = {key: row[key] for key in (*EXACT, *NEAREST) if row.get(key) is not None}
     for key, value in keys.items():
         if key == "code" and not isinstance(value, str):
@@ -82,7 +88,7 @@ def parse(row: Any, where: str) -> Entry:
         if key != "code" and not _is_count(value):
             raise ValueError(f"{where}.{key} must be a whole number of at least 1, got {value!r}")
     sizes = {}
-    for field, (least, most, power) in SIZES.items():
+    for field, (least, most, power) in SIZES[kernel].items():
         value = row.get(field)
         if value is None and field == "split_tokens":
             continue
@@ -90,10 +96,10 @@ def parse(row: Any, where: str) -> Entry:
             kind = "a power of two" if power else "a whole number"
             raise ValueError(f"{where}.{field} must be {kind} from {least} to {most}, got {value!r}")
         sizes[field] = value
-    if sizes.get("split_tokens", sizes["block_tokens"]) < sizes["block_tokens"]:
+    if sizes.get("split_tokens", math.inf) < sizes.get("block_tokens", 0):
         allowed = f"at least block_tokens ({sizes['block_tokens']})"
         raise ValueError(f"{where}.split_tokens must be {allowed}, got {sizes['split_tokens']}")
-    return Entry(row["kernel"], keys, sizes)
+    return Entry(kernel, keys, sizes)
 
 
 def _is_count(value: Any) -> bool:

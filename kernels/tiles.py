@@ -27,21 +27,53 @@ ASSUMED_MULTIPROCESSORS = 108  # of a device that does not tell, such as a CPU i
 
 
 class Tile(NamedTuple):
-    """How a decode kernel divides its work.
+    """How the general decode kernel divides its work.
 
     Attributes:
         block_tokens: tokens that a program loads at a time.
         split_tokens: tokens that a program goes through; the same number in the kernel and in the merge of its splits.
         num_warps: warps of a program.
         num_stages: stages of the software pipeline.
-        heads: KV heads that one program serves.
     """
 
     block_tokens: int
     split_tokens: int
     num_warps: int
     num_stages: int
+
+
+class PositionQueryTile(NamedTuple):
+    """How the position-query kernel divides its work.
+
+    Attributes:
+        num_stages: the most tiles of keys and values in shared memory; as many as fit.
+        heads: KV heads that one program serves, where those of a part can be so divided.
+        shortest_split: the fewest tokens of a sequence that are a program's.
+    """
+
+    num_stages: int
     heads: int = 1
+    shortest_split: int = 512
+
+
+class TileReconstructionTile(NamedTuple):
+    """How the tile-reconstruction kernel divides its work.
+
+    Attributes:
+        num_stages, heads, shortest_split: see `PositionQueryTile`.
+        groups: the most groups of four warps of a program; as many as their registers allow. A multiple of `heads`.
+        chunk: the most rotary pairs of a tile that are worked at a time.
+    """
+
+    num_stages: int
+    heads: int = 1
+    shortest_split: int = 512
+    groups: int = 2
+    chunk: int = 64
+
+
+AnyTile = Tile | PositionQueryTile | TileReconstructionTile
+TILES = {"general": Tile, "position_query": PositionQueryTile, "tile_reconstruction": TileReconstructionTile}
 
 
 def tile_for(
@@ -57,8 +89,8 @@ def tile_for(
     kv_heads: int,
     device: torch.device | str,
     code: str | None = None,
-) -> Tile:
-    """The tile to launch `kernel` with.
+) -> AnyTile:
+    """The tile to launch `kernel` with, of the kernel's own class.
 
     Args:
         kernel: "position_query", "tile_reconstruction", "general", ...
@@ -92,7 +124,7 @@ def tile_for(
 
 
 class _Fixed:
-    tile: Tile | None = None
+    tile: AnyTile | None = None
     asked: list[str] | None = None
 
 
@@ -100,7 +132,7 @@ _fixed = _Fixed()
 
 
 @contextmanager
-def fixed_tile(tile: Tile | None) -> Iterator[list[str]]:
+def fixed_tile(tile: AnyTile | None) -> Iterator[list[str]]:
     """Have all kernels of all threads run with `tile` inside (None: as the tables say), for timing tiles.
 
     Yields the names of the kernels that ask for a tile, as they ask.
@@ -114,7 +146,7 @@ def fixed_tile(tile: Tile | None) -> Iterator[list[str]]:
 
 
 @lru_cache(maxsize=4096)
-def _tile_for(kernel: str, items: tuple[tuple[str, int | str | None], ...], device: str, named: str | None) -> Tile:
+def _tile_for(kernel: str, items: tuple[tuple[str, int | str | None], ...], device: str, named: str | None) -> AnyTile:
     operands = dict(items)
     name, multiprocessors = device_facts(device)
     for table in tables_of(name, named):
@@ -123,10 +155,11 @@ def _tile_for(kernel: str, items: tuple[tuple[str, int | str | None], ...], devi
             continue
         sizes = dict(found.sizes)
         measured_here = table.multiprocessors in (None, multiprocessors) and is_near(found, operands)
-        if "split_tokens" not in sizes or not measured_here:
-            programs = max(operands["rows"] // sizes["heads"], 1)
-            sizes["split_tokens"] = split_tokens(operands["tokens"], programs, sizes["block_tokens"], multiprocessors)
-        return Tile(**sizes)
+        if kernel == "general" and ("split_tokens" not in sizes or not measured_here):
+            sizes["split_tokens"] = split_tokens(
+                operands["tokens"], operands["rows"], sizes["block_tokens"], multiprocessors
+            )
+        return TILES[kernel](**sizes)
     raise ValueError(f"kernel must be one that a tile table knows, got {kernel!r}; allowed: {', '.join(known(named))}")
 
 

@@ -31,7 +31,7 @@ class HopperCase(DecodeCase):
     split_tokens: int = 256
     part: tuple[int, ...] | None = None  # the heads of the part, of `heads`
     first: int = 0  # place of the part's first token
-    num_stages: int | None = None  # of the tile; None: as the shipped table says
+    tile: tuple[tuple[str, int], ...] = ()  # fields of the tile that are not as the shipped table says
 
     @property
     def tolerance(self) -> float:
@@ -85,15 +85,14 @@ def worst_error(case: HopperCase) -> tuple[float, float]:
     What a kernel writes for one split, a result of each group of warps, is merged first.
     """
     call, part = operands(case)
-    name = "position_query" if case.group == 1 else "tile_reconstruction"
-    with mock.patch.object(hopper_launch, "hopper_obstacle", return_value=None):  # of the device
-        obstacle = getattr(hopper_launch, f"{name}_obstacle")(part, call)
-    assert obstacle is None, obstacle
-    tile = hopper_launch.choose_tile(name, part, call)
-    if case.num_stages is not None:
-        tile = tile._replace(num_stages=case.num_stages)
-    with mock.patch.object(hopper_launch, "balanced_split", return_value=case.split_tokens):
-        partial, lse = getattr(hopper_launch, f"{name}_decode")(part, call, tile)
+    with (
+        mock.patch.object(hopper_launch, "hopper_obstacle", return_value=None),  # of the device
+        mock.patch.object(hopper_launch, "balanced_split", return_value=case.split_tokens),
+    ):
+        plan = hopper_launch.plan_of(part, call)
+        assert plan.obstacle is None, plan.obstacle
+        tile = hopper_launch.choose_tile(plan.kernel, part, call)._replace(**dict(case.tile))
+        partial, lse = hopper_launch.hopper_decode(part, call, tile)
     wanted, wanted_lse = decode_part_oracle(call, part, case.split_tokens)
     partial, lse = merged(partial, lse, wanted.shape[3])
     assert partial.shape == wanted.shape
