@@ -137,9 +137,7 @@ def hopper_decode(part: DecodePart, call: DecodeCall, tile: AnyTile | None = Non
     constants = tile_constants(plan.kernel, plan.form, tile, heads)
     together = constants["HEADS"]
     batch, programs = query.shape[0], heads // together
-    split_tokens = balanced_split(
-        slots, batch * programs, device_facts(str(query.device))[1], max(tile.shortest_split, LARGEST_TILE)
-    )
+    split_tokens = split_of(tile, slots, batch * programs, query.device)
     splits = math.ceil(slots / split_tokens)
     results = 2 if plan.kernel == "position_query" else constants["GROUPS"] // together
     shape = (batch, heads * call.group, 1, results * splits)
@@ -233,6 +231,12 @@ def choose_tile(kernel: str, part: DecodePart, call: DecodeCall) -> AnyTile:
         kv_heads=part.key.payload.shape[1],
         device=call.query.device,
     )
+
+
+def split_of(tile: AnyTile, tokens: int, programs: int, device: torch.device) -> int:
+    """Tokens of a split for a tile, see `balanced_split`."""
+    shortest = max(tile.shortest_split, LARGEST_TILE)
+    return balanced_split(tokens, programs, device_facts(str(device))[1], shortest)
 
 
 @lru_cache(maxsize=4096)

@@ -438,15 +438,18 @@ def attend_tile(
         if work.BIAS:
             first += line(operands.bias.index(HEAD_PARTS + part), EXPANDED)
             second += line(operands.bias.index(HEAD_PARTS + HALF_PARTS + part), EXPANDED)
-        if work.NORM > 0:
-            square += gl.sum(first * first + second * second, axis=1)
         if work.NORM == 1:
+            square += gl.sum(first * first + second * second, axis=1)
             first *= line(operands.norm.index(part), EXPANDED)
             second *= line(operands.norm.index(HALF_PARTS + part), EXPANDED)
         cos = widened(cos)
         sin = widened(sin)
-        rotated = gl.convert_layout((first * cos - second * sin).to(ROW_TYPE), ROTATED)
-        other = gl.convert_layout((second * cos + first * sin).to(ROW_TYPE), ROTATED)
+        rotated = first * cos - second * sin
+        other = second * cos + first * sin
+        if work.NORM == 2:  # rotations of some models stretch as well
+            square += gl.sum(rotated * rotated + other * other, axis=1)
+        rotated = gl.convert_layout(rotated.to(ROW_TYPE), ROTATED)
+        other = gl.convert_layout(other.to(ROW_TYPE), ROTATED)
         first_query = operands.query.index(HEAD_PARTS + part).permute([1, 0])
         second_query = operands.query.index(HEAD_PARTS + HALF_PARTS + part).permute([1, 0])
         scores = warpgroup_mma(rotated, first_query, scores, use_acc=part > 0, is_async=True)

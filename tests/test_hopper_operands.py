@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hf_wsvd.kernels import StoredTokens
-from hf_wsvd.kernels.hopper_launch import TILE_TOKENS, balanced_split
+from hf_wsvd.kernels.hopper_launch import LARGEST_TILE, balanced_split
 from hf_wsvd.kernels.hopper_operands import row_strides, rows_of, scale_strides
 
 
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 9000, 32768, 131072])
 @pytest.mark.parametrize("programs", [1, 16, 80, 128, 256, 1000])
 def test_splits_cover_all_tokens_in_whole_tiles(tokens, programs):
-    split = balanced_split(tokens, programs, 132)
-    assert split % TILE_TOKENS == 0
+    split = balanced_split(tokens, programs, 132, 512)
+    assert split % LARGEST_TILE == 0
     assert split * math.ceil(tokens / split) >= tokens
 
 
@@ -25,11 +25,12 @@ def test_splits_cover_all_tokens_in_whole_tiles(tokens, programs):
     [(32768, 16, 8), (8192, 128, 1), (8192, 256, 1), (8192, 80, 3), (131072, 16, 8)],
 )
 def test_a_full_gpu_is_the_aim(tokens, programs, splits):
-    assert math.ceil(tokens / balanced_split(tokens, programs, 132)) == splits
+    assert math.ceil(tokens / balanced_split(tokens, programs, 132, 512)) == splits
 
 
 def test_short_sequences_are_not_cut_to_pieces():
-    assert balanced_split(1024, 16, 132) >= 512
+    assert balanced_split(1024, 16, 132, 512) >= 512
+    assert balanced_split(1024, 16, 132, 128) < 512
 
 
 def test_rows_are_counted_over_batch_and_heads():

@@ -32,7 +32,6 @@ from hf_wsvd.kernels.dispatch import (
     DecodeStep,
     choose_for,
 )
-from hf_wsvd.kernels.tiles import Tile
 
 
 STEP = DecodeStep(torch.device("cuda"), torch.bfloat16, query_tokens=1, query_heads=32, heads=32, head_dim=128)
@@ -92,11 +91,12 @@ def test_without_a_triton_that_fits_there_is_the_torch_path(installed, reason, m
 @pytest.mark.parametrize(
     ("step", "kernel", "reason"),
     [
-        (MHA, "position_query", "32 query heads over 32 heads, without a mask"),
-        (GQA, "tile_reconstruction", "32 query heads over 8 heads, without a mask"),
+        (MHA, "position_query", "32 query heads over 32 heads"),
+        (GQA, "tile_reconstruction", "32 query heads over 8 heads"),
         (STEP, "general", "position_query: keys are not rotated"),
         (MHA._replace(bias=True), "general", "position_query: keys have a bias"),
-        (GQA._replace(norm=True), "general", "tile_reconstruction: keys are normalised"),
+        (MHA._replace(norm=True), "general", "position_query: keys are normalised"),
+        (GQA._replace(norm=True, bias=True), "tile_reconstruction", "32 query heads over 8 heads"),
         (MHA._replace(interleaved=True), "general", "position_query: rotation of pairs of neighbours"),
         (GQA._replace(softcap=True), "general", "tile_reconstruction: there is a softcap"),
         (MHA._replace(head_dim=96), "general", "position_query: head_dim=96, not one of (64, 128)"),
@@ -112,13 +112,20 @@ def test_fast_kernels_come_first_where_they_fit(step, kernel, reason, hopper):
         assert choose_for(step) == ("torch", "the torch path was asked for")
 
 
+def test_keys_and_values_may_differ(hopper):
+    forms = ((48, "symmetric", 8, 1), (96, "asymmetric", 4, 1))
+    assert choose_for(MHA._replace(forms=forms)).kernel == "position_query"
+    assert choose_for(GQA._replace(forms=forms)).kernel == "tile_reconstruction"
+
+
 @pytest.mark.parametrize(
     ("forms", "reason"),
     [
         (((64, "codebook", 4, 1),) * 2, "code 'codebook' of 4 bits"),
         (((64, "symmetric", 4, 2),) * 2, "code 'symmetric' of 4 bits in 2 groups"),
-        (((48, "symmetric", 8, 1),) * 2, "rank 48, not one of (32, 64)"),
-        ((INT8, (64, "symmetric", 4, 1)), "keys and values are kept in different forms"),
+        (((40, "symmetric", 8, 1),) * 2, "rank 40 in 8 bits, not a multiple of 16 up to 128"),
+        ((INT8, (48, "symmetric", 4, 1)), "rank 48 in 4 bits, not a multiple of 32 up to 128"),
+        (((144, "float", 16, 0), INT8), "rank 144 in 16 bits, not a multiple of 16 up to 128"),
     ],
 )
 def test_the_general_kernel_says_why_no_faster_one_serves(forms, reason, hopper):
@@ -128,9 +135,9 @@ def test_the_general_kernel_says_why_no_faster_one_serves(forms, reason, hopper)
 @pytest.mark.parametrize(
     ("changes", "form", "reason"),
     [
-        ({}, (32, "symmetric", 8, 1), "rank 32, not 64"),
+        ({}, (48, "symmetric", 4, 1), "rank 48 in 4 bits, not a multiple of 32 up to 128"),
         ({"dtype": torch.float16}, INT8, "weights times scales can be too small for float16"),
-        ({"heads": 1}, INT8, "32 query heads a head, not 2 to 16"),
+        ({"heads": 1}, INT8, "32 query heads a head, not up to 16"),
     ],
     ids=["rank", "float16", "group"],
 )
@@ -140,7 +147,7 @@ def test_what_is_said_of_groups_of_query_heads_is_what_runs(changes, form, reaso
     step = GQA._replace(forms=(form, form), **changes)
     assert choose_for(step) == ("general", f"tile_reconstruction: {reason}")
     width, code, bits, _ = form
-    payload = torch.zeros(1, step.heads, 8, width, dtype=torch.uint8)
+    payload = torch.zeros(1, step.heads, 8, width * bits // 8, dtype=torch.uint8)
     stored = StoredTokens(payload, torch.zeros(1, step.heads, 8, 1).half(), width, code, bits)
     up = torch.zeros(step.heads, 128, width, dtype=step.dtype)
     rotation = Rotation(*torch.zeros(2, 1, 8, 64, dtype=step.dtype))
@@ -157,20 +164,22 @@ def test_rows_of_both_kinds_must_have_the_query_s_dtype(hopper, monkeypatch):
     assert "rotary rows of torch.bfloat16 and torch.float32" in found.reason
 
 
-def test_a_tile_of_more_heads_than_the_kernel_keeps_is_refused(hopper):
-    part = part_of()
-    rotation = Rotation(*torch.zeros(2, 1, 8, 64).bfloat16())
-    call = DecodeCall(torch.zeros(1, 4, 1, 128).bfloat16(), 4, 8, 1.0, rotation)
-    with pytest.raises(ValueError, match="allowed: heads=1 or 2"):
-        hopper_launch.position_query_decode(part, call, Tile(128, 512, 4, 3, heads=4))
-
-
 def test_other_gpus_have_the_general_kernel(triton, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     hopper_operands.hopper_obstacle.cache_clear()
     choice = choose_for(MHA._replace(forms=(INT8, INT8)))
     hopper_operands.hopper_obstacle.cache_clear()
     assert choice == ("general", "position_query: it needs compute capability 9.0, the GPU has 8.0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [((9, 0), "position_query"), ((8, 0), "general"), ((10, 0), "general")]
+)
+def test_a_gpu_that_is_not_there_can_be_asked_about(capability, kernel):
+    step = MHA._replace(device=torch.device("cpu"), forms=(INT8, INT8), capability=capability)
+    assert choose_for(step).kernel == kernel
+    with use("torch"):
+        assert choose_for(step) == ("torch", "the torch path was asked for")
 
 
 def test_a_preference_ends_with_its_block_even_after_an_error(triton):
@@ -215,15 +224,17 @@ def part_of(count=4, width=64, **fields):
             ("position_query", "4 query heads over 4 heads"),
         ),
         (
-            {"parts": [part_of(1, heads=(0,)), part_of(3, 48, heads=(1, 2, 3))]},
+            {"parts": [part_of(1, heads=(0,)), part_of(3, 40, heads=(1, 2, 3))]},
             ("position_query + general", None),
         ),
         ({"parts": [part_of(key_bias=torch.zeros(4, 128))]}, ("general", "position_query: keys have a bias")),
         ({"norm": KeyNormWeights(torch.ones(128), 1e-6)}, ("general", "position_query: keys are normalised")),
-        ({"mask": torch.ones(1, 1, 1, 8).bool()}, ("general", "position_query: there is a mask")),
+        ({"mask": torch.ones(1, 1, 1, 8).bool()}, ("position_query", "4 query heads over 4 heads")),
+        ({"mask": torch.zeros(1, 1, 1, 8)}, ("general", "position_query: there is an additive mask")),
+        ({"mask": torch.ones(1, 4, 1, 8).bool()}, ("general", "position_query: there is a mask for each head")),
         ({"parts": "the store is odd"}, ("torch", "the store is odd")),
         ({"query": torch.zeros(1, 4, 1, 128, requires_grad=True)}, ("torch", "gradients are needed")),
-        ({"query": torch.zeros(1, 4, 2, 128).bfloat16()}, ("general", "position_query: 2 query rows share a head")),
+        ({"query": torch.zeros(1, 4, 2, 128).bfloat16()}, ("general", "position_query: 2 query tokens, not 1")),
     ],
     ids=[
         "own-heads",
@@ -233,6 +244,8 @@ def part_of(count=4, width=64, **fields):
         "bias",
         "norm",
         "mask",
+        "additive-mask",
+        "mask-by-head",
         "no-parts",
         "gradients",
         "two-tokens",
@@ -259,7 +272,7 @@ def test_operands_tell_what_they_are(operands, expected, hopper, monkeypatch):
 def test_memory_that_bulk_copies_cannot_reach_has_the_general_kernel(change, reason, hopper, monkeypatch):
     """A width of 4 bytes shows it, which no cache has."""
     monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
-    monkeypatch.setattr(hopper_operands, "RANKS", (4,))
+    monkeypatch.setattr(hopper_operands, "STEP", 4)
     part = part_of(width=4)
     stored = part.key._replace(payload=change(torch.zeros(1, 4, 9, 4).bfloat16()))
     rotation = Rotation(*torch.zeros(2, 1, 9, 64).bfloat16())
@@ -302,6 +315,15 @@ def test_softcaps_and_pairs_of_a_model_are_seen(family, options, reason, on_cpu,
     config = WSVDConfig(rank_ratio=0.5, self_check="none", refinement="none", rank_allocation="uniform")
     model = hf_wsvd.compress(build_family(family, options), config, calibration=calibration_batches("llama"))
     assert reason in explain(model)
+
+
+def test_a_model_is_explained_for_a_gpu_that_is_not_there(compressed):
+    model = compressed("llama")
+    reason = "head_dim=16, not one of (64, 128)"
+    assert explain(model, capability=(9, 0)) == f"layers 0-2: general (tile_reconstruction: {reason})"
+    assert "it needs compute capability 9.0, the GPU has 8.9" in explain(model, capability=(8, 9))
+    with pytest.raises(ValueError, match="capability='sm_90' is not allowed"):
+        explain(model, capability="sm_90")
 
 
 def test_on_a_cpu_the_device_is_the_reason(compressed):

@@ -11,16 +11,16 @@ import torch
 
 from hf_wsvd.cli.app import run
 from hf_wsvd.evaluate import tile_tuning
-from hf_wsvd.evaluate.decode_operands import DecodeShape
+from hf_wsvd.evaluate.decode_operands import DecodeShape, random_operands
 from hf_wsvd.evaluate.device_timing import Times
-from hf_wsvd.evaluate.tile_tuning import Case, TableFile, Tuned, tune_case
+from hf_wsvd.evaluate.tile_tuning import Case, TableFile, Tuned, effect, tune_case
 from hf_wsvd.kernels.tile_table import load
-from hf_wsvd.kernels.tiles import Tile, tile_for
+from hf_wsvd.kernels.tiles import PositionQueryTile, Tile, TileReconstructionTile, tile_for
 
 
 SHAPE = DecodeShape(batch=2, tokens=512, query_heads=4, kv_heads=2, head_dim=16, key_rank=8, value_rank=8)
 CASE = Case(SHAPE, "float", 16)
-BEST = Tile(64, 128, 8, 4, 1)
+BEST = Tile(64, 128, 8, 4)
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -74,6 +74,37 @@ def test_tiles_that_fail_or_give_another_result_are_left_out(made_up_times):
     assert (tuned.tile.num_warps, tuned.tile.num_stages) == (4, 2)
     assert any("ValueError" in line for line in told)
     assert any("the result differs by 0.1" in line for line in told)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kernel", "kv_heads", "best"),
+    [
+        ("position_query", 4, PositionQueryTile(4, 1, 1024)),
+        ("tile_reconstruction", 2, TileReconstructionTile(4, 2, 128, 4, 32)),
+        ("tile_reconstruction", 1, TileReconstructionTile(8, 1, 256, 3, 64)),
+    ],
+)
+def test_the_fields_that_a_hopper_kernel_reads_are_tried_and_no_launch_twice(kernel, kv_heads, best, monkeypatch):
+    shape = SHAPE._replace(head_dim=128, key_rank=64, value_rank=64, kv_heads=kv_heads, tokens=4096)
+    case = CASE._replace(shape=shape)
+    launched = []
+
+    def tile():
+        keys = case.keys()
+        return tile_for(kernel, batch=keys.pop("rows"), kv_heads=1, **keys, device="cpu")
+
+    def times(calls, replays=100):
+        launched.append(tile())
+        return Times(1.0 + sum(got != wanted for got, wanted in zip(tile(), best)), 1.0, 9.0, 100)
+
+    monkeypatch.setattr(tile_tuning, "cold_times", times)
+    monkeypatch.setattr(tile_tuning, "input_sets", lambda bytes_of_a_set, device: 1)
+    tuned = tune_case(case, lambda operands: torch.ones(2) * bool(tile()), pytest.fail, device="cpu")
+    assert (tuned.kernel, tuned.tile) == (kernel, best)
+    operands = random_operands(case.shape, device="cpu")
+    effects = [effect(kernel, some, case.shape, operands, torch.device("cpu")) for some in launched]
+    assert len(set(effects)) == len(effects) == tuned.candidates > 5
 
 
 def test_a_case_that_no_kernel_serves_is_an_error(made_up_times):

@@ -11,6 +11,7 @@ from hf_wsvd.kernels import tiles
 from hf_wsvd.kernels.tile_table import SIZES, load
 from hf_wsvd.kernels.tiles import (
     SHIPPED,
+    TILES,
     Tile,
     file_name,
     fixed_tile,
@@ -21,23 +22,26 @@ from hf_wsvd.kernels.tiles import (
 )
 
 
-SIZES_OF_A_TILE = {"block_tokens": 64, "split_tokens": 4096, "num_warps": 4, "num_stages": 3, "heads": 1}
+SIZES_OF_A_TILE = {"block_tokens": 64, "split_tokens": 4096, "num_warps": 4, "num_stages": 3}
 OPERANDS = {"head_dim": 128, "key_rank": 64, "value_rank": 64, "bits": 16, "group": 1}
+HOPPER = {
+    **{"kernel": "tile_reconstruction", "num_stages": 4, "heads": 2, "groups": 4, "chunk": 32, "shortest_split": 256}
+}
 MEASURED = {**OPERANDS, "tokens": 8192, "rows": 64}
 
 
-def tile(kernel="position_query", **changed) -> Tile:
+def tile(kernel="general", **changed) -> Tile:
     operands = {**OPERANDS, "tokens": 8192, "batch": 2, "kv_heads": 32, "device": "cpu", **changed}
     return tile_for(kernel, **operands)
 
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """`table(*entries, **fields)` writes a file of entries for position_query that `HF_WSVD_TILES` names."""
+    """`table(*entries, **fields)` writes a file of entries for the general kernel that `HF_WSVD_TILES` names."""
 
     def write(*entries: dict, **fields):
         path = tmp_path / f"table{len(list(tmp_path.iterdir()))}.json"
-        rows = [{"kernel": "position_query", **SIZES_OF_A_TILE, **entry} for entry in entries]
+        rows = [entry if "groups" in entry else {"kernel": "general", **SIZES_OF_A_TILE, **entry} for entry in entries]
         path.write_text(json.dumps({"tiles": rows, **fields}))
         monkeypatch.setenv("HF_WSVD_TILES", str(path))
         return path
@@ -55,8 +59,11 @@ def test_shipped_tables_are_sound(path):
 @pytest.mark.parametrize("tokens", [1, 1000, 131_072])
 def test_there_is_a_tile_for_any_operands(kernel, head_dim, tokens):
     found = tile(kernel, head_dim=head_dim, bits=3, code="codebook", group=7, tokens=tokens, batch=1, kv_heads=3)
-    assert all(low <= getattr(found, field) <= high for field, (low, high, _) in SIZES.items())
-    assert found.split_tokens % found.block_tokens == 0
+    assert type(found) is TILES[kernel]
+    assert found._fields == tuple(sorted(SIZES[kernel], key=found._fields.index))
+    assert all(low <= getattr(found, field) <= high for field, (low, high, _) in SIZES[kernel].items())
+    if kernel == "general":
+        assert found.split_tokens % found.block_tokens == 0
 
 
 def test_the_nearest_entry_serves(table):
@@ -156,13 +163,13 @@ def test_names_of_devices(monkeypatch, tmp_path):
 
 
 def test_a_tile_can_be_fixed_for_a_while():
-    chosen, fixed = tile(), Tile(32, 128, 8, 2, 1)
+    chosen, fixed = tile(), Tile(32, 128, 8, 2)
     with fixed_tile(fixed) as asked:
-        assert tile() == tile("general") == fixed
-    assert asked == ["position_query", "general"]
+        assert tile() == tile("position_query") == fixed
+    assert asked == ["general", "position_query"]
     with fixed_tile(None) as asked:
         assert tile() == chosen
-    assert asked == ["position_query"]
+    assert asked == ["general"]
     assert tile() == chosen
 
 
@@ -179,11 +186,17 @@ def test_an_unknown_kernel_is_refused():
         ({"split_tokens": 32}, "split_tokens must be at least block_tokens (64), got 32"),
         ({"num_warps": 4.0}, "num_warps must be a power of two from 1 to 16, got 4.0"),
         ({"num_stages": 9}, "num_stages must be a whole number from 1 to 8, got 9"),
-        ({"heads": True}, "heads must be a power of two from 1 to 64, got True"),
+        ({"heads": 1}, "has unknown fields heads; allowed for general: bits, block_tokens, "),
+        ({**HOPPER, "heads": True}, "heads must be a power of two from 1 to 4, got True"),
+        ({**HOPPER, "groups": 5}, "groups must be a whole number from 2 to 4, got 5"),
+        ({**HOPPER, "chunk": 48}, "chunk must be a power of two from 32 to 64, got 48"),
+        ({**HOPPER, "shortest_split": None}, "shortest_split must be a power of two from 64 to 1048576, got None"),
+        ({**HOPPER, "num_warps": 4}, "has unknown fields num_warps; allowed for tile_reconstruction: bits, chunk, "),
         ({"tokens": 0}, "tokens must be a whole number of at least 1, got 0"),
         ({"code": 8}, "code must be a name, got 8"),
-        ({"kernel": None}, "kernel must be a name, got None"),
-        ({"warps": 4}, "has unknown fields warps; allowed: bits, block_tokens, "),
+        ({"kernel": None}, "kernel must be one of general, position_query, tile_reconstruction, got None"),
+        ({"kernel": "fast"}, "kernel must be one of general, position_query, tile_reconstruction, got 'fast'"),
+        ({"warps": 4}, "has unknown fields warps; allowed for general: bits, block_tokens, "),
     ],
 )
 def test_a_broken_entry_is_named(table, entry, message):

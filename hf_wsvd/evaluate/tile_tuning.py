@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +13,20 @@ from torch import Tensor
 
 from ..files import write_text
 from ..kernels.tile_table import parse
-from ..kernels.tiles import Tile, fixed_tile, tile_for
+from ..kernels.tiles import AnyTile, Tile, fixed_tile, tile_for
 from .decode_operands import DecodeShape, Operands, random_operands
 from .device_timing import Times, cold_times, input_sets
 
 
-BLOCKS, WARPS, STAGES, HEADS = (32, 64, 128), (4, 8), (2, 3, 4), (1, 2)
-# Factors of the split that the rule gives, tried on the few tiles that are the fastest with the rule's.
+# What is tried of each field that a kernel reads; other fields are those of the tables.
+TRIED = {
+    "general": {"block_tokens": (32, 64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)},
+    "position_query": {"num_stages": (2, 3, 4, 6, 8), "heads": (1, 2)},
+    "tile_reconstruction": {"num_stages": (4, 8), "heads": (1, 2, 4), "groups": (2, 3, 4), "chunk": (32, 64)},
+}
+# On the few tiles that are the fastest so far: factors of the split that the rule gives, or what the rule keeps to.
 SPLIT_FACTORS = (0.25, 0.5, 2, 4)
+SHORTEST_SPLITS = (128, 256, 512, 1024)
 TILES_FOR_SPLITS = 3
 # A tile whose result differs by more than rounding is not a tile of this kernel.
 TOLERANCE = 2e-2
@@ -52,7 +58,7 @@ class Tuned(NamedTuple):
     """The fastest tile of a case, its time, and how many candidates ran."""
 
     kernel: str
-    tile: Tile
+    tile: AnyTile
     times: Times
     candidates: int
 
@@ -85,37 +91,67 @@ def tune_case(
     keys = case.keys()
     rows = keys.pop("rows")
     start = tile_for(kernel, **keys, batch=rows, kv_heads=1, device=expected.device)
-    found: dict[Tile, Times] = {}
+    found: dict[AnyTile, Times] = {}
+    seen: set[Hashable] = set()
 
-    def take(tiles: Iterator[Tile]) -> None:
+    def take(tiles: Iterator[AnyTile]) -> None:
         for tile in tiles:
-            if tile not in found and (times := _timed(tile, sets, attention, expected, told)) is not None:
+            if (same := effect(kernel, tile, case.shape, sets[0], expected.device)) in seen:
+                continue
+            seen.add(same)
+            if (times := _timed(tile, sets, attention, expected, told)) is not None:
                 found[tile] = times
 
-    take(candidates(start))
+    take(candidates(kernel, start))
     fastest = sorted(found, key=lambda tile: found[tile].median)[:TILES_FOR_SPLITS]
     take(with_other_splits(fastest, case.shape.tokens))
     best = min(found, key=lambda tile: found[tile].median)
     return Tuned(kernel, best, found[best], len(found))
 
 
-def candidates(start: Tile) -> Iterator[Tile]:
-    """`start`, then tiles of all sizes with its split."""
+def candidates(kernel: str, start: AnyTile) -> Iterator[AnyTile]:
+    """`start`, then tiles of all sizes of the fields that `kernel` reads."""
     yield start
-    for block, warps, stages, heads in product(BLOCKS, WARPS, STAGES, HEADS):
-        yield Tile(block, max(start.split_tokens, block), warps, stages, heads)
+    fields = TRIED[kernel]
+    for sizes in product(*fields.values()):
+        tile = start._replace(**dict(zip(fields, sizes)))
+        yield tile._replace(split_tokens=max(tile.split_tokens, tile.block_tokens)) if kernel == "general" else tile
 
 
-def with_other_splits(tiles: Sequence[Tile], tokens: int) -> Iterator[Tile]:
+def with_other_splits(tiles: Sequence[AnyTile], tokens: int) -> Iterator[AnyTile]:
     """The tiles with shorter and longer splits, as far as those make a difference at so many tokens."""
-    for tile, factor in product(tiles, SPLIT_FACTORS):
-        split = int(tile.split_tokens * factor)
-        if tile.block_tokens <= split < 2 * tokens:
-            yield tile._replace(split_tokens=split)
+    for tile in tiles:
+        if not isinstance(tile, Tile):
+            yield from (tile._replace(shortest_split=split) for split in SHORTEST_SPLITS)
+            continue
+        for factor in SPLIT_FACTORS:
+            split = int(tile.split_tokens * factor)
+            if tile.block_tokens <= split < 2 * tokens:
+                yield tile._replace(split_tokens=split)
+
+
+def effect(kernel: str, tile: AnyTile, shape: DecodeShape, operands: Operands, device: torch.device) -> Hashable:
+    """What a tile comes to: two of one effect are one launch, of which one is timed.
+
+    Kernels for Hopper take of a tile what their registers, shared memory and the heads allow.
+    """
+    if kernel == "general":
+        return tile
+    from ..kernels.hopper_form import Form, side_of, tile_constants
+    from ..kernels.hopper_launch import split_of
+
+    group = shape.query_heads // shape.kv_heads
+    form = Form(shape.head_dim, side_of(operands.part.key), side_of(operands.part.value), group)
+    try:
+        constants = tile_constants(kernel, form, tile, shape.kv_heads)
+    except ValueError:
+        return tile  # what is wrong with it is told where it is tried
+    programs = shape.batch * shape.kv_heads // constants["HEADS"]
+    return (*constants.items(), split_of(tile, shape.tokens, programs, device))
 
 
 def _timed(
-    tile: Tile,
+    tile: AnyTile,
     sets: Sequence[Operands],
     attention: Callable[[Operands], Tensor],
     expected: Tensor,
