@@ -104,8 +104,9 @@ def sum_of_products(fault: str | None) -> tuple[list, list]:
     source, weight = torch.randint(-3, 4, (300, 8)).half(), torch.randint(-3, 4, (16, 16)).half()
     layout = gl.NVMMASharedLayout.get_default_for([64, 16], gl.float16)
     target = torch.empty(64, 16)
+    programs = 2 if fault == "stores where another program does" else 1
     descriptor = TensorDescriptor(source, [300, 8], [8, 1], [64, 16], layout)
-    add_products[(1,)](descriptor, weight, target, 5, STAGES=2, FAULT=fault)
+    add_products[(programs,)](descriptor, weight, target, 5, STAGES=2, FAULT=fault)
     padded = torch.nn.functional.pad(source.float(), (0, 8, 0, 20)).unflatten(0, (5, 64))
     return target.tolist(), (padded.sum(0) @ weight.float()).tolist()
 

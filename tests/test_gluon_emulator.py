@@ -31,6 +31,7 @@ FAULTS = {
     "releases twice": "KernelError.*2 arrive at free.*which waits for 1",
     "changes an operand of a product": "RaceError.*write by multiply.* of weights.*while a product may still take",
     "uses a sum at once": "KernelError.*read before warpgroup_mma_wait",
+    "stores where another program does": r"RaceError.*target\[0\] was written by another partition",
     "keeps no operand in registers": "KernelError.*not among the deps",
 }
 

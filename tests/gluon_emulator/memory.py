@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from .errors import require
+from .errors import RaceError, kernel_line, require
+from .program import program
 from .values import COMPUTED, OF_TORCH, STORED, Tensor, computed, poison, wrapped
 
 
@@ -19,6 +20,7 @@ class Memory:
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
         span = span if tensor.numel() else 0
         self.numbers = tensor.as_strided((span,), (1,)).view(STORED[self.dtype])
+        self.writers = torch.zeros(span, dtype=torch.int32)  # of each number in this launch
 
 
 class Pointer:
@@ -62,6 +64,7 @@ def load(pointer: Pointer, mask: Any = None, other: Any = None, **hints: Any) ->
     mask = condition(mask)
     offset, seen = pointer.touched(mask)
     memory, dtype = pointer.memory, pointer.memory.dtype
+    own_or_nobodys(memory, offset if seen is None else offset[seen])
     if seen is not None and not bool(seen.any()):
         data = poison(dtype, tuple(offset.shape))
     else:
@@ -82,7 +85,19 @@ def store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
     data = wrapped(data, pointer.memory.dtype).to(pointer.memory.numbers.dtype).expand(offset.shape)
     if seen is not None:
         offset, data = offset[seen], data[seen]
+    own_or_nobodys(pointer.memory, offset)
+    pointer.memory.writers[offset.to(torch.int64)] = program().running.number
     pointer.memory.numbers[offset.to(torch.int64)] = data
+
+
+def own_or_nobodys(memory: Memory, offset: torch.Tensor) -> None:
+    """Nothing orders programs, and what partitions exchange goes through shared memory."""
+    writers = memory.writers[offset.to(torch.int64)]
+    others = (writers != 0) & (writers != program().running.number)
+    if bool(others.any()):
+        raise RaceError(
+            f"{kernel_line()}: {memory.name}[{int(offset[others].min())}] was written by another partition"
+        )
 
 
 def condition(mask: Any) -> Tensor | None:

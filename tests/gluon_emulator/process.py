@@ -26,10 +26,11 @@ def emulating_process() -> Iterator[Callable]:
 
 
 def start() -> None:
-    """One thread; and of the package no more than what kernels import, which takes a third of the time."""
+    """One thread; NaN in memory that nobody wrote; of the package what kernels import, a third of the time."""
     import torch
 
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     if "hf_wsvd" not in sys.modules:
         package = ModuleType("hf_wsvd")
         package.__path__ = list(find_spec("hf_wsvd").submodule_search_locations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,6 +53,9 @@ class Barrier:
         return f"{self.name} (in phase {self.phases}: {arrivals} missing)"
 
 
+NUMBERS = itertools.count(1)  # of partitions, over all programs
+
+
 class Stopped(BaseException):
     """Ends a thread whose program has failed."""
 
@@ -61,6 +65,7 @@ class Partition:
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name, self.clock = name, clock
+        self.number = next(NUMBERS)
         self.unfenced: list[Access] = []
         self.products: list[Any] = []
         self.waits: tuple[Barrier, int, str] | None = None

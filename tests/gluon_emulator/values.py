@@ -117,11 +117,6 @@ class Tensor:
     def trans(self, *order: Any) -> Tensor:
         return self.permute(*order) if order else self.permute(1, 0)
 
-    def sum(self, axis: int | None = None, keep_dims: bool = False) -> Tensor:
-        from .operations import sum as total
-
-        return total(self, axis, keep_dims)
-
     def __neg__(self) -> Tensor:
         return Tensor(wrapped(-self.data, self.dtype), self.dtype, self._layout)
 
