@@ -110,30 +110,38 @@ def tile_constants(kernel: str, form: Form, tile: AnyTile, heads: int) -> dict[s
     together = math.gcd(tile.heads, heads)
     while groups % together:
         together //= 2
-    chunk = min(tile.chunk if groups < 4 else 32, form.head_dim // 2)
+    cramped = groups == 4 or (groups == 3 and form.norm)  # as compiling ahead of time showed
+    chunk = min(tile.chunk, 32 if cramped else 64, form.head_dim // 2)
     stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, groups)
     return {"HEADS": together, "STAGES": stages, "ROW_STAGES": rows, "GROUPS": groups, "CHUNK": chunk}
 
 
 @lru_cache(maxsize=1024)
 def stages_that_fit(kernel: str, form: Form, most: int, heads: int, groups: int) -> tuple[int, int]:
-    """Stages of keys and values, at most so many, and of rotary rows. Raises ValueError, see `tile_constants`."""
+    """Stages of keys and values, at most so many or one a group, and of rotary rows. ValueError: see `tile_constants`.
+
+    Groups of warps that take tiles in turn have the same stages in each turn, so that none waits for a barrier's phase
+    but one before it has seen: what is waited for is told apart from it by its parity alone. Two stages a group let one
+    fill while the other is read.
+    """
     key_rank, value_rank = form.ranks(kernel)
-    tokens = TILE_TOKENS[kernel]
+    tokens, lanes = TILE_TOKENS[kernel], groups // heads
     stage = tokens * (form.key.bytes_of(key_rank) + form.value.bytes_of(value_rank))
     rows = tokens * 2 * form.head_dim  # cosines and sines
     operands = heads * form.head_dim * key_rank * 2  # U, or W in two halves
-    wanted = 1
     if kernel == "tile_reconstruction":
         floats = value_rank if form.value.bits < 16 else 0
-        operands += heads * form.head_dim * (2 * form.queries + 4) + groups * 64 * 2 * (form.queries + floats)
-        wanted = groups // heads + 1  # one in work by each group, one on its way
+        operands += heads * form.head_dim * (2 * form.queries + 4) + form.head_dim * 4
+        operands += groups * 64 * 2 * (form.queries + floats)
+    else:
+        groups = lanes = 1
     room = SHARED_MEMORY - SCRATCH - operands
-    for row_stages in range(wanted, 0, -1):
-        stages = min(most, (room - row_stages * rows) // stage)
-        if stages >= min(most, groups + 1) or (row_stages == 1 and stages >= 1):
-            return stages, row_stages
-    raise ValueError(
-        f"heads={heads}, groups={groups} of {kernel} is not allowed for {form}: a stage takes {stage} bytes, what else "
-        f"is in shared memory {operands + rows}; allowed: {SHARED_MEMORY - SCRATCH} together"
-    )
+    most = max(most // groups, 1)
+    turns = {count: (room - count * lanes * rows) // (groups * stage) for count in (2, 1)}  # by stages of rows a lane
+    count = 2 if kernel == "tile_reconstruction" and turns[2] >= min(most, 2) else 1
+    if turns[count] < 1:
+        raise ValueError(
+            f"heads={heads}, groups={groups} of {kernel} is not allowed for {form}: stages take {groups * stage} bytes, "
+            f"what else is in shared memory {operands + lanes * rows}; allowed: {SHARED_MEMORY - SCRATCH} together"
+        )
+    return min(most, turns[count]) * groups, count * lanes
