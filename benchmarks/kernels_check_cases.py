@@ -51,6 +51,39 @@ HOPPER = [
     *[replace(GROUPED, group=12, batch=1, tokens=tokens) for tokens in (1, 63, 129, 9001)],
     *[replace(STEP, batch=1, tokens=tokens) for tokens in (1, 63, 129, 9001)],
     *[replace(case, row_batch=2, tokens=2000) for case in (STEP, GROUPED)],
+    # Ranks as the default allocation gives them; 4 bits in steps of 32.
+    *[
+        replace(case, key_rank=key_rank, value_rank=value_rank, code=code, bits=bits, head_dim=head_dim)
+        for case in (STEP, GROUPED)
+        for code, bits in HOPPER_CODES
+        for key_rank, value_rank, head_dim in ((16, 48, 128), (80, 96, 128), (112, 128, 128), (128, 32, 64))
+        if bits != 4 or not (key_rank % 32 or value_rank % 32)
+    ],
+    *[
+        replace(case, key_rank=key_rank, value_rank=value_rank, code=code, bits=4)
+        for case in (STEP, GROUPED)
+        for code in ("symmetric", "asymmetric")
+        for key_rank, value_rank in ((32, 96), (96, 64), (128, 96))
+    ],
+    # Batches with padding at the left, and caches of fixed size.
+    *[
+        replace(case, tokens=4104, code=code, bits=bits, **hidden)
+        for case in (STEP, SEVEN)
+        for code, bits in HOPPER_CODES
+        for hidden in (
+            {"mask": "bool"},
+            {"starts": (1030, 0), "poison": True},
+            {"starts": (1030, 0), "mask": "bool", "lengths": (4000, 2000), "poison": True},
+        )
+    ],
+    # Keys of Qwen2, Qwen3 and others.
+    *[
+        replace(case, code=code, bits=bits, **keys)
+        for case in (GROUPED, SEVEN, replace(SEVEN, key_rank=112, value_rank=80, head_dim=64))
+        for code, bits in HOPPER_CODES
+        for keys in ({"bias": True}, {"norm": "before"}, {"norm": "after"}, {"bias": True, "norm": "before"})
+        if bits != 4 or case.key_rank == 64
+    ],
     *[
         replace(case, batch=1, heads=8, tokens=32_768, code=code, bits=bits)
         for case in (STEP, GROUPED)

@@ -27,7 +27,7 @@ def explain_model(
 
     Args:
         cache: the one that the step would use, empty or not; None for one that the model makes by itself.
-        capability: of a CUDA device to choose for in place of the model's, such as (9, 0); Triton is taken to be there.
+        capability: of a CUDA device with Triton to choose for in place of the model's, such as (9, 0); None for none.
 
     Raises:
         ValueError: a cache of another kind, a capability that is no pair of whole numbers.
@@ -35,8 +35,12 @@ def explain_model(
     attentions = decoder_attentions(model)
     if not isinstance(cache, Cache | None):
         raise ValueError(f"kernels.explain: cache={type(cache).__name__} is not allowed; allowed: a Cache or None")
-    if capability is not None and not (len(pair := tuple(capability)) == 2 and all(type(part) is int for part in pair)):
-        raise ValueError(f"kernels.explain: capability={capability!r} is not allowed; allowed: (9, 0) or the like, None")
+    if capability is not None and not (
+        isinstance(capability, tuple) and [type(number) for number in capability] == [int, int]
+    ):
+        raise ValueError(
+            f"kernels.explain: capability={capability!r} is not allowed; allowed: a pair such as (9, 0), or None"
+        )
     lines = []
     choices = [(attention.layer, layer_choice(model, attention, cache, capability)) for attention in attentions]
     for choice, group in groupby(choices, key=lambda entry: entry[1]):

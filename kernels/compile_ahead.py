@@ -28,7 +28,8 @@ from .variants import ARCHITECTURES, Variant
 # Capability").
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-SPILL = re.compile(r"^\s+/\*(\w+)\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)  # stores to local memory, loads from it
+# Stores to local memory and loads from it.
+SPILL = re.compile(r"^\s+/\*(\w+)\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(.*)", re.MULTILINE)
 JUMP = re.compile(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)")
 FEW_REGISTERS = 96  # a program of 16 warps could have 128
@@ -40,8 +41,8 @@ class Resources(NamedTuple):
 
     Attributes:
         registers: of a thread.
-        spills: instructions that write registers to a thread's own memory or read them back; of programs whose warps
-            part, those in loops: what they hand over is set aside once. A stack frame alone is
+        spills: instructions that write registers to a thread's own memory or read them back; where warps of a program
+            part, those in loops alone, as what is handed over to them is put there once. A stack frame alone is
             no spill: calls of the division that rounds right have one, and mostly leave it untouched.
         shared: bytes of shared memory.
     """

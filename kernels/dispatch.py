@@ -248,9 +248,9 @@ def explain(target: Any, *args: Any, **kwargs: Any) -> Choice | str:
     """Which kernel serves a decode step, and why.
 
     `explain(query, parts, rotation, norm=...)`: the `Choice` for operands of `fused_attention`.
-    `explain(model, cache=None, capability=None)`: text, one line a group of decoder layers that are alike, for a step of
-    one token. Without a cache: for one that the model makes by itself. `capability`: as on a CUDA device of that compute
-    capability, such as (9, 0) for an H100, with Triton installed; None: on the model's devices.
+    `explain(model, cache=None, capability=None)`: text, one line a group of decoder layers that are alike, for a step
+    of one token. Without a cache: for one that the model makes by itself. `capability`: as on a CUDA device of that
+    compute capability, such as (9, 0) for an H100, with Triton installed; None: on the model's devices.
 
     Raises:
         ValueError: neither a query nor a model.

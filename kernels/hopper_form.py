@@ -120,9 +120,9 @@ def tile_constants(kernel: str, form: Form, tile: AnyTile, heads: int) -> dict[s
 def stages_that_fit(kernel: str, form: Form, most: int, heads: int, groups: int) -> tuple[int, int]:
     """Stages of keys and values, at most so many or one a group, and of rotary rows. ValueError: see `tile_constants`.
 
-    Groups of warps that take tiles in turn have the same stages in each turn, so that none waits for a barrier's phase
-    but one before it has seen: what is waited for is told apart from it by its parity alone. Two stages a group let one
-    fill while the other is read.
+    Groups of warps that take tiles in turn have the same stages in each turn: a barrier tells phases apart by parity,
+    so that none may wait for one before it has seen the one before. Two stages a group let one fill while the other
+    is read.
     """
     key_rank, value_rank = form.ranks(kernel)
     tokens, lanes = TILE_TOKENS[kernel], groups // heads
@@ -141,7 +141,7 @@ def stages_that_fit(kernel: str, form: Form, most: int, heads: int, groups: int)
     count = 2 if kernel == "tile_reconstruction" and turns[2] >= min(most, 2) else 1
     if turns[count] < 1:
         raise ValueError(
-            f"heads={heads}, groups={groups} of {kernel} is not allowed for {form}: stages take {groups * stage} bytes, "
-            f"what else is in shared memory {operands + lanes * rows}; allowed: {SHARED_MEMORY - SCRATCH} together"
+            f"heads={heads}, groups={groups} of {kernel} is not allowed for {form}: stages take {groups * stage} "
+            f"bytes, the rest of shared memory {operands + lanes * rows}; allowed: {SHARED_MEMORY - SCRATCH} together"
         )
     return min(most, turns[count]) * groups, count * lanes

@@ -111,8 +111,10 @@ def operands_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
         return "keys have no expansion in the query's dtype"
     if query.stride(3) != 1:
         return "the query's last axis is not contiguous"
-    if part.key_bias is not None and part.key_bias.stride(1) != 1 or norm is not None and norm.weight.stride(0) != 1:
-        return "a bias or a norm's weight is not contiguous"
+    if part.key_bias is not None and part.key_bias.stride(1) != 1:
+        return "the keys' bias is not contiguous"
+    if norm is not None and norm.weight.stride(0) != 1:
+        return "the norm's weight is not contiguous"
     return mask_obstacle(call.mask) or memory_obstacle(part, call)
 
 
@@ -139,9 +141,7 @@ def memory_obstacle(part: DecodePart, call: DecodeCall) -> str | None:
             return "scales do not lie as their tokens, or not at multiples of 16 bytes"
     if strides[2] != strides[3]:
         return "cos and sin lie differently"
-    if any(
-        tensor.data_ptr() % ALIGNMENT or tensor.shape[3] * tensor.element_size() % ALIGNMENT for tensor in tensors
-    ):
+    if any(tensor.data_ptr() % ALIGNMENT or tensor.shape[3] * tensor.element_size() % ALIGNMENT for tensor in tensors):
         return "tokens do not lie at multiples of 16 bytes"
     return "more than 2^31 tokens times heads" if any(rows_of(tensor) >= 2**31 for tensor in tensors) else None
 

@@ -153,8 +153,8 @@ def seen_slots(lengths, starts, batch, slots, first, start, split_tokens, TILE: 
     """Slots of the split from `start` on that a sequence has in use.
 
     Returns:
-        The first of them that is in a tile with a slot to be seen; how many there are from there on; how many of these,
-        at the front, are before the sequence's start.
+        The first of them that is in a tile with a slot to be seen; how many there are from there on; how many of
+        these, at the front, are before the sequence's start.
     """
     end = slots
     if lengths is not None:

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from .hopper_form import PADDED_RANKS, TILE_TOKENS, Form, Side, tile_constants
 from .hopper_launch import kernel_named
 from .hopper_operands import HEAD_DIMS, shared_layout
-from .tiles import SHIPPED, TILES, AnyTile, PositionQueryTile, TileReconstructionTile
 from .tile_table import load, nearest
+from .tiles import SHIPPED, TILES, AnyTile, PositionQueryTile, TileReconstructionTile
 from .variants import Variant
 
 

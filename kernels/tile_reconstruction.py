@@ -1,8 +1,8 @@
 """Decode attention of grouped queries by expanding every tile of keys once for its group, for Hopper (Gluon).
 
-A tile of latents becomes keys by tensor cores, is normalised and rotated in registers, and meets all query heads of the
-group there: nothing of it is written to memory. Values stay latent: the tile is the left operand of a product with the
-softmax weights.
+A tile of latents becomes keys by tensor cores, is normalised and rotated in registers, and meets all query heads of
+the group there: nothing of it is written to memory. Values stay latent: the tile is the left operand of a product with
+the softmax weights.
 
 One warp brings tiles of 64 tokens into shared memory; GROUPS groups of four warps take them in turn, HEADS heads of
 a tile one after the other, so that each group has one head throughout and rotary rows are brought once for all heads.
@@ -360,7 +360,8 @@ def prepare(
         rows = query + member[:, None] * query_head_stride + channel[None, :]
         queries = gl.load(rows, mask=(member < work.GROUP)[:, None], other=0.0)
         if work.NORM == 2:
-            queries = (queries.to(gl.float32) * gl.load(norm_weight + channel).to(gl.float32)[None, :]).to(queries.dtype)
+            factors = gl.load(norm_weight + channel).to(gl.float32)[None, :]
+            queries = (queries.to(gl.float32) * factors).to(queries.dtype)
         operands.query.index(HEAD * PARTS + part).store(queries)
         channel = part * CHUNK + gl.arange(0, CHUNK, LINE)
         if work.BIAS:
@@ -410,6 +411,8 @@ def attend_tile(
 
     row_stage = tile % tiles.ROW_STAGES
     scores = gl.zeros([64, work.QUERIES], gl.float32, SCORES)
+    rotated = scores  # none yet
+    other = scores
     square = gl.zeros([64], gl.float32, gl.SliceLayout(1, EXPANDED))
     for part in gl.static_range(HALF_PARTS):
         first = gl.zeros([64, CHUNK], gl.float32, EXPANDED)
@@ -459,7 +462,7 @@ def attend_tile(
     scores, rotated, other = warpgroup_mma_wait(0, deps=[scores, rotated, other])
     scores *= scale
     if form.KEY_SCALES == 1 and not SCALED:
-        key_scale, key_zero = scales_and_zeros(tiles.key_scales.index(stage), form.KEY_SCALES, TOKENS)
+        key_scale, _ = scales_and_zeros(tiles.key_scales.index(stage), form.KEY_SCALES, TOKENS)
         scores *= key_scale[:, None]
     if work.NORM > 0:
         inverse = gl.rsqrt(square * (1.0 / form.HEAD_DIM) + norm_epsilon)

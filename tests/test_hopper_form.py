@@ -37,7 +37,7 @@ def test_a_large_tile_is_cut_to_what_fits(key, value, head_dim):
         found = tile_constants("tile_reconstruction", form._replace(group=4), tile, heads=8)
         assert found["GROUPS"] <= groups
         assert found["GROUPS"] % found["HEADS"] == 0
-        # A group of warps has the same stages in every turn: otherwise it could take one phase of a barrier for another.
+        # A group of warps has the same stages in every turn: else it could take one phase of a barrier for another.
         assert found["STAGES"] % found["GROUPS"] == 0 < found["STAGES"]
         assert found["ROW_STAGES"] % (found["GROUPS"] // found["HEADS"]) == 0 < found["ROW_STAGES"]
         assert stage_bytes(form, found) < SHARED_MEMORY

@@ -27,7 +27,6 @@ from hf_wsvd.kernels import (
     triton_support,
     use,
 )
-from hf_wsvd.kernels.decode_call import DecodeCall
 from hf_wsvd.kernels.dispatch import (
     DecodeStep,
     choose_for,
