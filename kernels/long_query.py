@@ -1,4 +1,4 @@
-"""Attention of many query tokens over keys and values of a few heads, by the fastest dense kernel or block by block."""
+"""Attention of many query tokens over keys and values of a few heads, by a dense kernel or block by block."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ def attention_by_blocks(
     softcap: float | None = None,
     block: int,
 ) -> Tensor:
-    """The same over keys and values that exist `block` tokens at a time, with a softmax that is rescaled as the maximum
-    grows (Milakov and Gimelshein, arXiv 1805.02867).
+    """The same over keys and values that exist `block` tokens at a time.
+
+    The softmax is rescaled as the maximum grows (Milakov and Gimelshein, arXiv 1805.02867).
 
     Args:
         read: `read(start, stop)` gives the keys and values of these tokens, `[B, H, stop - start, D]` each.
@@ -103,7 +104,7 @@ def masked(scores: Tensor, mask: Tensor | None, start: int, tokens: int) -> Tens
 
 
 def causal_tokens(mask: Tensor) -> int | None:
-    """How many first tokens a mask `[B or 1, Hq or 1, N, S]` shows, if it is as for N queries at their end in every row.
+    """How many first tokens a mask `[B or 1, Hq or 1, N, S]` shows, if it is that of N queries at their end.
 
     None for padding, windows and whatever else hides one of them. The answer is kept with the mask, which all layers
     share: looking costs a wait for the device.
