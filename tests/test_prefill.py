@@ -20,6 +20,7 @@ from hf_wsvd.image_tokens import ImageTokens, current_image_tokens
 
 TOKENS = 17
 SIZE = 5
+QUICK = [("mistral", False), ("qwen2_vl", False), ("llava", True)]
 
 
 @contextmanager
@@ -48,8 +49,14 @@ def padded(inputs):
     return inputs
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "fixed"),
+    [
+        pytest.param(family, fixed, marks=() if (family, fixed) in QUICK else pytest.mark.slow)
+        for family in FAMILIES
+        for fixed in (False, True)
+    ],
+)
 def test_pieces_are_the_whole(family, fixed, dense):
     model, size = dense(family), {"max_cache_len": 32} if fixed else {}
     inputs = padded(prompt(family, batch=2, tokens=TOKENS))
@@ -60,7 +67,10 @@ def test_pieces_are_the_whole(family, fixed, dense):
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3", "gemma3", "paligemma"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("idefics3", "paligemma"))],
+)
 def test_other_vision_language_models(family):
     """Qwen3-VL adds features of images to hidden states; tokens of an image in Gemma 3 see each other, in PaliGemma
     all of the prompt does, and go in one piece."""
@@ -76,7 +86,7 @@ def test_other_vision_language_models(family):
 def test_latents_in_any_cache(compressed):
     model, inputs = compressed("llama"), padded(prompt("llama", batch=2, tokens=TOKENS))
     wanted = steps(model, inputs, DynamicCache(config=model.config))
-    for options in ({}, {"cache_implementation": "static"}, {"num_beams": 2}, {"prefill_chunk_size": 12}):
+    for options in ({}, {"cache_implementation": "static"}, {"num_beams": 2, "prefill_chunk_size": 12}):
         whole = wanted if "num_beams" not in options else steps(model, inputs, None, **options)
         with chunk(model, SIZE) as lengths:
             found = steps(model, inputs, None, **options)
@@ -107,7 +117,7 @@ STORED = {"scheme": "minmax", "bits": 4, "prefill": "stored"}
         ({}, True),
         (STORED, True),
         ({"bits": 4}, False),
-        ({**STORED, "residual_length": 4}, False),
+        pytest.param({**STORED, "residual_length": 4}, False, marks=pytest.mark.slow),
         ({**STORED, "layers": {1: {"scheme": "fp8", "bits": 8}}}, False),
     ],
     ids=str,
@@ -131,7 +141,9 @@ def test_by_default_only_where_nothing_changes(options, pieces, dense, monkeypat
         model.float()
 
 
-@pytest.mark.parametrize("starts", [None, [2, 7]], ids=["rows alike", "rows that differ"])
+@pytest.mark.parametrize(
+    "starts", [pytest.param(None, marks=pytest.mark.slow, id="alike"), pytest.param([2, 7], id="differ")]
+)
 def test_token_classes_of_every_piece(starts, dense):
     model = copy.deepcopy(dense("llava"))
     inputs = tiny_vision_families.prompt("llava", 2, TOKENS, starts)
