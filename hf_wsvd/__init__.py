@@ -19,6 +19,7 @@ from .headguard import select_heads
 from .hub import model_card, push_to_hub
 from .image_tokens import image_tokens
 from .memory_report import MemoryReport, memory_report
+from .prefill import set_prefill_chunk
 from .quantizer import WSVDHfQuantizer, compress
 from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, WSVDConfig
 from .register import register_quantization
@@ -54,5 +55,6 @@ __all__ = [
     "renew_self_check",
     "save_statistics",
     "select_heads",
+    "set_prefill_chunk",
     "verify",
 ]

@@ -22,6 +22,7 @@ from .decoder import decoder_attentions, decoder_of
 from .kernels import fused_attention, latent_attention
 from .kernels.dispatch import device_obstacle, kernels_can_run, needs_torch
 from .latent_layers import LatentMixin
+from .long_query import attend_in_portions
 from .quantizer_config import WHOLE_LAYER, KeyLayout, LayerStorage
 from .rope import half_rows
 from .trial import layers_that_need_keys
@@ -192,7 +193,8 @@ def attend_cached(
     """
     if call.layer_was_empty:
         prepare(call, query)
-        return None, (key, value)
+        if not call.in_portions:
+            return None, (key, value)
     if not call.reads_layer():
         return None, (key, value)
     if key is not call.handed[0] or value is not call.handed[1]:
@@ -201,6 +203,8 @@ def attend_cached(
     if dropout or kwargs.get("output_attentions") or any(kwargs.get(name) is not None for name in DENSE_ONLY):
         return None, call.expand()
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if call.in_portions:
+        return attend_in_portions(call, query, mask, scaling, softcap), (key, value)
     out = fused(call, query, mask, scaling, softcap)
     if out is None and isinstance(call, DenseCall):
         return None, call.expand()

@@ -18,6 +18,7 @@ from .fingerprint import ModelReference
 from .image_tokens import reads_images, watch_image_tokens
 from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
+from .prefill import install_prefill_hook
 from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
 from .storage import make_store
 from .storage.narrow import narrowed
@@ -87,6 +88,7 @@ class WSVDCache(Cache):
             watch_image_tokens(model)
         if any(isinstance(layer, StoredMixin) and not isinstance(layer, LatentMixin) for layer in self.layers):
             bind_packed(model)
+        install_prefill_hook(model)
         self._model = ModelReference(model)
         self.input_ids: Tensor | None = None
 

@@ -52,7 +52,7 @@ def install_cache_hook(model: PreTrainedModel, cache_config: CacheConfig, latent
     if CACHE_ARGUMENT not in parameters:
         raise ValueError(f"{type(decoder).__name__}.forward takes no `{CACHE_ARGUMENT}`: its caches cannot be packed")
     decoder._wsvd_cache = CacheHook(packed, list(parameters).index(CACHE_ARGUMENT))
-    decoder._wsvd_cache.handle = decoder.register_forward_pre_hook(pack_dense_layers, with_kwargs=True)
+    decoder._wsvd_cache.handle = decoder.register_forward_pre_hook(pack_dense_layers, prepend=True, with_kwargs=True)
 
 
 def remove_cache_hook(model: PreTrainedModel) -> None:

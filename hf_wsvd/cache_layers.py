@@ -100,6 +100,10 @@ class StoredMixin:
         """What attention is to read after `append`, whose arguments and result are given: `[B, H, S, width]` each."""
         return (key_states, value_states) if exact else (self.key_store.read(), self.value_store.read())
 
+    def visible_heads(self, heads: slice, query_length: int) -> tuple[Tensor, Tensor]:
+        """The same of some heads, all as they are stored, after a call of `query_length` tokens."""
+        return self.key_store.read_heads(heads), self.value_store.read_heads(heads)
+
     def obstacle(self) -> str | None:
         """Why kernels cannot read the stores; None where they can."""
         return next((reason for store in self.stores() if (reason := store.obstacle()) is not None), None)
@@ -252,6 +256,11 @@ class GrowingSlidingWindowLayer(StoredMixin, DynamicSlidingWindowLayer):
         if not self.record_past:
             return keys, values
         count = self.sliding_window - 1 + key_states.shape[-2]
+        return keys[:, :, -count:], values[:, :, -count:]
+
+    def visible_heads(self, heads: slice, query_length: int) -> tuple[Tensor, Tensor]:
+        count = self.visible_tokens(query_length)
+        keys, values = super().visible_heads(heads, query_length)
         return keys[:, :, -count:], values[:, :, -count:]
 
     def runs(self, query_length: int) -> tuple[list[Run], list[Run]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .kernels import LatentHeads, Rotation, cached_key
 from .kernels.dispatch import MAX_QUERY_TOKENS, device_obstacle
+from .long_query import needs_portions
 from .quantizer_config import KeyLayout
 
 
@@ -37,6 +38,7 @@ class LatentCall:
         self.exact = False  # whether attention gets them as they are rather than as they were stored
         self.handed: tuple[Tensor, Tensor] | None = None  # what the cache gave attention instead of expanded keys
         self.layer_was_empty = layer.is_empty
+        self.in_portions = False  # whether attention reads the layer a few heads at a time
         self.latent_attention = attention.config._attn_implementation in WSVD_FUNCTIONS
         self._cached: tuple[LatentHeads, LatentHeads, Rotation | None] | None = None
 
@@ -64,9 +66,47 @@ class LatentCall:
         """Whether attention works on the latents rather than on expanded keys and values."""
         return self.latent_attention and self.key.latent.shape[-2] <= MAX_QUERY_TOKENS
 
+    def takes_portions(self) -> bool:
+        """Whether attention reads the cache layer, which has the new tokens, a few heads at a time."""
+        self.in_portions = self.latent_attention and needs_portions(self, self.key.latent)
+        return self.in_portions
+
     def reads_layer(self) -> bool:
         """Whether attention reads the cache layer by itself, and was handed the new keys and values to tell so."""
-        return self.stored and self.reads_latents()
+        return self.stored and (self.in_portions or self.reads_latents())
+
+    @property
+    def batch(self) -> int:
+        return self.key.latent.shape[0]
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.key.latent.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of an expanded key."""
+        return self.key.latent.shape[-1] if self.key.up is None else self.key.up.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of an expanded value."""
+        return self.value.latent.shape[-1] if self.value.up is None else self.value.up.shape[1]
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one of their numbers."""
+        return self.key.latent.element_size()
+
+    def read_heads(self, heads: slice, length: int) -> tuple[LatentHeads, LatentHeads]:
+        """Latents of some heads, unpacked, of all tokens that a query of `length` tokens may see."""
+        key, value = self.layer.visible_heads(heads, length)
+        return heads_of(self.key, key, heads), heads_of(self.value, value, heads)
+
+    def norm_needs_all_heads(self) -> bool:
+        """Whether the key norm treats heads differently."""
+        return self.layout.norm == "before_by_token"
 
     def expand(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all cached tokens, `[B, H, S, D]`, as dense attention would have cached them."""
@@ -90,6 +130,7 @@ class DenseCall:
         self.layer_was_empty = not layer.has_any()
         self.key = self.value = LatentHeads(None)
         self.handed: tuple[Tensor, Tensor] | None = None
+        self.in_portions = False  # whether attention reads the layer a few heads at a time
         self.packed = False  # whether the layer, and not `handed`, has what attention is to read
 
     def record(self, projection: nn.Module, heads: LatentHeads) -> None:
@@ -107,17 +148,63 @@ class DenseCall:
         """Keys and values of all cached tokens, unpacked."""
         return self.layer.visible(*self.handed, exact=False)
 
+    @property
+    def batch(self) -> int:
+        return self.handed[0].shape[0]
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.handed[0].shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a key."""
+        return self.handed[0].shape[-1]
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.handed[1].shape[-1]
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one of their numbers."""
+        return self.handed[0].element_size()
+
+    def read_heads(self, heads: slice, length: int) -> tuple[LatentHeads, LatentHeads]:
+        """Keys and values of some heads, unpacked, of all tokens that a query of `length` tokens may see."""
+        key, value = self.layer.visible_heads(heads, length)
+        return LatentHeads(key), LatentHeads(value)
+
+    def key_norms(self) -> dict[str, nn.Module | None]:
+        """Keys were normalised before they came to the cache."""
+        return {}
+
+    def norm_needs_all_heads(self) -> bool:
+        return False
+
     def takes(self, keys: Tensor, values: Tensor) -> bool:
         """Whether attention will read the cache layer by itself; then it gets the new keys and values to tell so."""
-        if self.layer_was_empty:  # no mask at this point says what the tokens see
+        if self.attention.config._attn_implementation not in WSVD_FUNCTIONS:
             return False
-        few = keys.shape[-2] <= MAX_QUERY_TOKENS and self.attention.config._attn_implementation in WSVD_FUNCTIONS
-        gradients = torch.is_grad_enabled() and keys.requires_grad
-        kernel = not (self.layer.storage.whole or gradients or device_obstacle(keys.device) or self.layer.obstacle())
-        self.packed = few and (kernel or self.always)
-        if self.packed:
-            self.handed = (keys, values)
+        before, self.handed = self.handed, (keys, values)
+        whole = self.layer.storage.whole
+        self.in_portions = not whole and needs_portions(self, keys)
+        if keys.shape[-2] <= MAX_QUERY_TOKENS and not self.layer_was_empty:  # else no mask says what the tokens see
+            gradients = torch.is_grad_enabled() and keys.requires_grad
+            kernel = not (whole or gradients or device_obstacle(keys.device) or self.layer.obstacle())
+            self.packed = kernel or self.always
+        self.packed = self.packed or self.in_portions
+        if not self.packed:
+            self.handed = before
         return self.packed
+
+
+def heads_of(all_heads: LatentHeads, latent: Tensor, heads: slice) -> LatentHeads:
+    """Latents of some heads with what expands them, given what expands those of all."""
+    up, bias = (None if side is None else side[heads] for side in (all_heads.up, all_heads.bias))
+    return LatentHeads(latent, up, bias)
 
 
 KEY_NORM_NAMES = ("k_norm", "key_layernorm", "k_layernorm")

@@ -51,6 +51,16 @@ class ImageTokens:
         tokens.runs, tokens.text_only = runs, False
         return tokens
 
+    def part(self, start: int, stop: int) -> ImageTokens:
+        """Those of some of the tokens."""
+        if self.mask is not None:
+            return ImageTokens(self.mask[:, start:stop])
+        if self.text_only or self.runs is None:
+            return self
+        kept = ((image, max(first, start) - start, min(last, stop) - start) for image, first, last in self.runs)
+        runs = [(image, first, last) for image, first, last in kept if first < last]
+        return ImageTokens.of_rows_alike(runs)
+
     def are_of(self, batch: int, count: int) -> bool:
         """Whether these can be the classes of `count` tokens of `batch` sequences."""
         if self.mask is not None:

@@ -50,8 +50,8 @@ class LatentMixin:
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Store the latents of the current call; return what attention is to read.
 
-        A first call, and a short one under the latent attention function, get `key_states` and `value_states` back;
-        every other gets the expanded keys and values of the whole layer.
+        A first call, and one under the latent attention function that is short or has too much to read at once, get
+        `key_states` and `value_states` back; every other gets the expanded keys and values of the whole layer.
         """
         call = active_call()
         if not isinstance(call, LatentCall) or call.layer is not self or call.key is None or call.value is None:
@@ -67,7 +67,7 @@ class LatentMixin:
         # As stored, without a mask at this point: attention in latent space could not be causal.
         as_stored = empty and not storage.whole and storage.prefill == "stored"
         whole = empty and (call.latent_attention or not self.is_compileable)
-        if not as_stored and (whole or call.reads_latents()):
+        if (not as_stored and (whole or call.reads_latents())) or call.takes_portions():
             call.handed = (key_states, value_states)
             return key_states, value_states
         expanded = call.expand()
@@ -141,6 +141,13 @@ class WholeStaticMixin:
 
     def visible(self, key_states: Tensor, value_states: Tensor, exact: bool) -> tuple[Tensor, Tensor]:
         return self.seen
+
+    def visible_heads(self, heads: slice, query_length: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.seen
+        return keys[:, heads], values[:, heads]
+
+    def visible_tokens(self, query_length: int) -> int:
+        return self.seen[0].shape[-2]
 
     def obstacle(self) -> None:
         return None

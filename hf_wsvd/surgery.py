@@ -28,6 +28,7 @@ from .guarding import (
 from .image_tokens import unwatch_image_tokens
 from .kernels.dispatch import kernels_can_run
 from .modules import LatentProjection
+from .prefill import install_prefill_hook, remove_prefill_hook
 from .probe import probe_key_layouts
 from .quantizer_config import CacheConfig, HeadGuardConfig, KeyLayout, WSVDConfig
 from .self_check import SelfCheck, attach_self_check, measured_dense_side, recorded_dense_side
@@ -252,6 +253,7 @@ def bind_all(
         bind(module, layer, layouts[layer], narrowed(storage, module) if latent else storage)
     if packed:
         install_cache_hook(model, cache, {layer for layer, layout in layouts.items() if layout is not None})
+    install_prefill_hook(model)
     if chosen:
         decoder_of(model).set_attn_implementation(implementation_for(model))
     decoder = decoder_of(model)
@@ -296,6 +298,7 @@ def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     decoder = decoder_of(model)
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
     unbind_all(model)
+    remove_prefill_hook(model)
     unwatch_image_tokens(model)
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):

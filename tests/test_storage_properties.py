@@ -204,6 +204,8 @@ def check(store, model, side):
         assert (found.float() - wanted.float()).abs().amax() <= 8 * unit
     else:
         assert torch.equal(found, wanted)
+    for heads in (slice(0, 1), slice(1, HEADS)):
+        torch.testing.assert_close(store.read_heads(heads), found[:, heads], equal_nan=True)
 
 
 def check_packed(packed, model, side):

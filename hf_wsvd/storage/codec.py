@@ -72,6 +72,10 @@ class Codec(ABC):
         numbers as `StoredTokens` has them. None for none, and before `to`."""
         return None
 
+    def of_heads(self, heads: slice) -> Codec:
+        """A codec that reads the tokens of some heads: itself where all heads share what it knows."""
+        return self
+
     def to(self, device: torch.device) -> None:
         """Bring state and constants to `device`; schemes with constants fill them here from a shared store."""
         self.state = {name: value.to(device) for name, value in self.state.items()}

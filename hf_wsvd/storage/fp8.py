@@ -49,6 +49,11 @@ class Fp8Codec(Codec):
         values = packed.payload.view(torch.float8_e4m3fn).to(torch.float32 if dtype == torch.float16 else dtype)
         return (values if scale is None else values.mul_(scale.to(values.dtype))).to(dtype)
 
+    def of_heads(self, heads: slice) -> Fp8Codec:
+        new = Fp8Codec(self.width)
+        new.state = {name: value[:, heads] for name, value in self.state.items()}
+        return new
+
     def stored(self, packed: Packed) -> StoredTokens:
         return StoredTokens(packed.payload, None, self.width, "fp8", 8, self._head_scales())
 

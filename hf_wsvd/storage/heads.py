@@ -63,6 +63,22 @@ class SplitHeadsStore(CompositeStore):
         else:
             out[:, self.rest_heads] = self.rest.read().to(out.dtype)
 
+    def read_heads(self, heads: slice) -> Tensor:
+        wanted = range(heads.start, heads.stop)
+        found = []
+        for part, numbers in ((self.first, self.first_numbers), (self.rest, self.rest_numbers)):
+            places = [place for place, head in enumerate(numbers) if head in wanted]
+            if places:  # neighbours in the layer are neighbours in their part
+                tokens = part.read_heads(slice(places[0], places[-1] + 1))
+                found.append((tokens, as_slice([numbers[place] - heads.start for place in places])))
+        if len(found) == 1:
+            return found[0][0]
+        first = found[0][0]
+        out = first.new_empty((first.shape[0], len(wanted), *first.shape[2:]))
+        for tokens, places in found:
+            out[:, places] = tokens.to(out.dtype)
+        return out
+
     def runs(self) -> list[Run]:
         both = ((self.first, self.first_numbers), (self.rest, self.rest_numbers))
         return [run.with_heads(numbers) for part, numbers in both for run in part.runs()]

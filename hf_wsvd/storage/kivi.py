@@ -14,6 +14,9 @@ from .token_buffer import TokenBuffer
 from .whole import WholeStore
 
 
+ALL_HEADS = slice(None)
+
+
 class KiviKeyStore(Store):
     """Keys whose channels are coded over `group_size` consecutive tokens, asymmetric, with a scale and a zero each.
 
@@ -78,31 +81,35 @@ class KiviKeyStore(Store):
         self.scales.append(torch.cat([scale, zero], dim=-1))
 
     @unaffected
-    def _unpack(self, first: int, last: int, out: Tensor) -> None:
+    def _unpack(self, first: int, last: int, out: Tensor, heads: slice = ALL_HEADS) -> None:
         """Write the tokens of groups `first` to `last` into `out [B, H, n, width]`."""
-        payload = self.payload.view[:, :, first * self.group_size : last * self.group_size]
+        payload = self.payload.view[:, heads, first * self.group_size : last * self.group_size]
         if padded_width(self.width, self.bits) == self.width:
             unpack_into(payload, out, self.bits)
         else:
             out.copy_(unpack(payload, self.width, self.bits))
-        scale, zero = self.scales.view[:, :, first:last, None].to(self.dtype).chunk(2, dim=-1)
+        scale, zero = self.scales.view[:, heads, first:last, None].to(self.dtype).chunk(2, dim=-1)
         out.unflatten(2, (-1, self.group_size)).mul_(scale).add_(zero)
 
-    def _empty(self, tokens: int) -> Tensor:
-        return self.scales.data.new_empty((self.batch, self.heads, tokens, self.width), dtype=self.dtype)
+    def _empty(self, tokens: int, heads: slice = ALL_HEADS) -> Tensor:
+        count = len(range(self.heads)[heads])
+        return self.scales.data.new_empty((self.batch, count, tokens, self.width), dtype=self.dtype)
 
     def read(self) -> Tensor:
+        return self.read_heads(ALL_HEADS)
+
+    def read_heads(self, heads: slice) -> Tensor:
         if not len(self.payload):
-            return self.recent.read()
+            return self.recent.read_heads(heads)
         packed, recent = len(self.payload), len(self.recent)
         gradients = self.recent.requires_grad
         # The newest tokens have their place behind the packed ones: a concatenation would copy all once more.
-        out = self._empty(packed if gradients else packed + recent)
-        self._unpack(0, len(self.scales), out[:, :, :packed])
+        out = self._empty(packed if gradients else packed + recent, heads)
+        self._unpack(0, len(self.scales), out[:, :, :packed], heads)
         if gradients:
-            out = torch.cat([out, self.recent.read()], dim=2)
+            out = torch.cat([out, self.recent.read_heads(heads)], dim=2)
         elif recent:
-            out[:, :, packed:] = self.recent.read()
+            out[:, :, packed:] = self.recent.read_heads(heads)
         return out[:, :, self.hidden :]
 
     def packed(self) -> dict[str, Tensor]:

@@ -44,6 +44,9 @@ class NarrowStore(CompositeStore):
         self.inner.read_into(out[..., : self.inner.width])
         out[..., self.inner.width :] = 0
 
+    def read_heads(self, heads: slice) -> Tensor:
+        return F.pad(self.inner.read_heads(heads), (0, self.width - self.inner.width))
+
     def runs(self) -> list[Run]:
         return self.inner.runs()  # narrower than the tokens: what expands them has its last columns for zeros
 

@@ -79,6 +79,11 @@ class PackedStore(BufferStore):
         return kernel_path.decode(self.codec, self._packed(), self.dtype)
 
     @unaffected
+    def read_heads(self, heads: slice) -> Tensor:
+        packed = Packed(*(part[:, heads] for part in self._packed()))
+        return kernel_path.decode(self.codec.of_heads(heads), packed, self.dtype)
+
+    @unaffected
     def read_into(self, out: Tensor) -> None:
         kernel_path.decode_into(self.codec, self._packed(), out)
 

@@ -87,6 +87,12 @@ class StaticStore(Store):
         payload, scales = self.visible or (self.layer.keys, self.layer.values)
         return kernel_path.decode(self.codec, Packed(payload, as_scales(scales)), self.dtype)
 
+    @unaffected
+    def read_heads(self, heads: slice) -> Tensor:
+        payload, scales = self.visible or (self.layer.keys, self.layer.values)
+        packed = Packed(payload[:, heads], as_scales(scales)[:, heads])
+        return kernel_path.decode(self.codec.of_heads(heads), packed, self.dtype)
+
     def obstacle(self) -> str | None:
         return codec_obstacle(self.codec)
 

@@ -128,10 +128,13 @@ class StaticTokenClassStore(CompositeStore):
         return torch.where(places < 0, places - text, places + len(self.parts["image"]))
 
     def read(self) -> Tensor:
+        return self.read_heads(slice(0, self.heads))
+
+    def read_heads(self, heads: slice) -> Tensor:
         places = self.layer.keys[:, 0, :, 0]
         image = self.slots["image"]
         index = torch.where(places < 0, image - 1 - places, places)
-        return by_row(torch.cat([part.read() for part in self.parts.values()], dim=2), index)
+        return by_row(torch.cat([part.read_heads(heads) for part in self.parts.values()], dim=2), index)
 
     def runs(self) -> list[Run]:
         places = self.layer.keys[:, 0, :, 0]

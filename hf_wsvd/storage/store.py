@@ -68,6 +68,14 @@ class Store(ABC):
         """The same, written into `out [B, H, N, width]`: a part of a larger result without a copy more."""
         out.copy_(self.read())
 
+    def read_heads(self, heads: slice) -> Tensor:
+        """The same of some neighbouring heads, without unpacking the others where that can be.
+
+        Args:
+            heads: with a start and a stop.
+        """
+        return self.read()[:, heads]
+
     @abstractmethod
     def packed(self) -> dict[str, Tensor]:
         """The tensors as they are kept: views by name (nested stores prefix theirs)."""

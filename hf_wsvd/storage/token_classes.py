@@ -89,18 +89,36 @@ class TokenClassStore(CompositeStore):
         self.read_into(out)
         return out
 
+    def read_heads(self, heads: slice) -> Tensor:
+        parts = {name: part.read_heads(heads) for name, part in self.parts.items() if len(part)}
+        if len(self.segments) == 1 and self.segments[0].places is None:
+            return parts["image" if self.segments[0].image else "text"]
+        like = next(iter(parts.values()))
+        shape = (self.batch, heads.stop - heads.start, self.length, self.width)
+        out = torch.empty(shape, dtype=self.dtype, device=like.device)
+        self._arrange(parts, out)
+        return out
+
     def read_into(self, out: Tensor) -> None:
         runs = {name: [s for s in self.segments if s._asdict()[name]] for name in self.parts}
         # A part of one piece writes its tokens where they belong; another one has to be read as a whole first.
         alone = {name: len(found) == 1 and found[0].places is None for name, found in runs.items()}
         parts = {name: part.read() for name, part in self.parts.items() if runs[name] and not alone[name]}
+        self._arrange(parts, out)
+
+    def _arrange(self, parts: dict[str, Tensor], out: Tensor) -> None:
+        """Write the tokens into `out` in the order of the text.
+
+        Args:
+            parts: what the parts read. One that is missing lies in one piece and writes itself.
+        """
         position, start = 0, {"image": 0, "text": 0}
         for segment in self.segments:
             target = out[:, :, position : position + segment.tokens]
             slots = {"image": segment.image, "text": segment.text}
             if segment.places is None:
                 name = "image" if segment.image else "text"
-                if alone[name]:
+                if name not in parts:
                     self.parts[name].read_into(target)
                 else:
                     target.copy_(parts[name][:, :, start[name] : start[name] + segment.tokens])

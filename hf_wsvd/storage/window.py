@@ -69,6 +69,9 @@ class WindowStore(CompositeStore):
             start += len(part)
         return out
 
+    def read_heads(self, heads: slice) -> Tensor:
+        return torch.cat([part.read_heads(heads) for part in self.parts.values() if len(part)], dim=2)
+
     def runs(self) -> list[Run]:
         found, start = [], 0
         for part in self.parts.values():
