@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from .cache_layers import (
     GrowingLayer,
@@ -18,6 +18,7 @@ from .kernels import StoredTokens
 from .quantizer_config import WHOLE_LAYER
 from .static_layers import PackedStaticLayer, PackedStaticSlidingWindowLayer
 from .storage.runs import Run
+from .storage.static_window import StaticWindowLayer
 
 
 class LatentMixin:
@@ -40,7 +41,7 @@ class LatentMixin:
     def new_rows(self) -> CacheLayerMixin:
         """A layer for rotary rows with this layer's limits and state."""
         limits = {n: getattr(self, n) for n in ("max_cache_len", "sliding_window") if hasattr(self, n)}
-        if self.rows_class is StaticSlidingWindowLayer:  # its constructor takes the window, keeps only the minimum
+        if self.rows_class is StaticWindowLayer:  # its constructor takes the window, keeps only the minimum
             limits["sliding_window"] = self.max_cache_len
         rows = self.rows_class(**limits)
         if getattr(self, "record_past", False):
@@ -179,10 +180,10 @@ class LatentStaticLayer(LatentMixin, WholeStaticMixin, StaticLayer):
     rows_class = stock_class = StaticLayer
 
 
-class LatentStaticSlidingWindowLayer(LatentMixin, WholeStaticMixin, StaticSlidingWindowLayer):
+class LatentStaticSlidingWindowLayer(LatentMixin, WholeStaticMixin, StaticWindowLayer):
     """Latents of a sliding window in tensors of fixed size and address."""
 
-    rows_class = stock_class = StaticSlidingWindowLayer
+    rows_class = stock_class = StaticWindowLayer
 
 
 class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):
@@ -194,4 +195,4 @@ class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):
 class LatentPackedStaticSlidingWindowLayer(LatentMixin, PackedStaticSlidingWindowLayer):
     """Packed latents of a sliding window in tensors of fixed size and address."""
 
-    rows_class = StaticSlidingWindowLayer
+    rows_class = StaticWindowLayer

@@ -6,11 +6,12 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import StaticLayer
 
 from .cache_layers import StoredMixin
 from .quantizer_config import LayerStorage
 from .storage import Store, clear_visible, counter_of, make_static_store
+from .storage.static_window import StaticWindowLayer
 
 
 class PackedStaticMixin(StoredMixin):
@@ -91,10 +92,10 @@ class PackedStaticLayer(PackedStaticMixin, StaticLayer):
         self.storage = storage
 
 
-class PackedStaticSlidingWindowLayer(PackedStaticMixin, StaticSlidingWindowLayer):
-    """`StaticSlidingWindowLayer` in packed storage."""
+class PackedStaticSlidingWindowLayer(PackedStaticMixin, StaticWindowLayer):
+    """`StaticWindowLayer` in packed storage."""
 
-    stock_class = StaticSlidingWindowLayer
+    stock_class = StaticWindowLayer
 
     def __init__(self, max_cache_len: int, sliding_window: int, storage: LayerStorage):
         super().__init__(max_cache_len=max_cache_len, sliding_window=sliding_window)
