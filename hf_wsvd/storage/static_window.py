@@ -18,6 +18,8 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
         cumulative_length: int64 `[]`, tokens so far, those that have left the window included.
     """
 
+    is_started = False  # so that a prompt needs no look at the length
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Store `[B, H, N, width]` tokens.
 
@@ -27,9 +29,10 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        started, self.is_started = self.is_started, True
         if key_states.shape[-2] == 1:
             return self._update_by_one(key_states, value_states)
-        count, held = key_states.shape[-2], min(int(self.cumulative_length), self.max_cache_len)
+        count, held = key_states.shape[-2], min(int(self.cumulative_length), self.max_cache_len) if started else 0
         self.cumulative_length.add_(count)
         if held + count <= self.max_cache_len:
             self.keys[:, :, held : held + count] = key_states
@@ -57,7 +60,7 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
         """Columns of the mask and the position of the first; a tensor on the device where a step of one token asks."""
-        if not self.is_initialized:
+        if not self.is_started:
             return max(query_length, self.max_cache_len), 0
         if query_length == 1:
             return self.max_cache_len, (self.cumulative_length - (self.max_cache_len - 1)).clamp(min=0)
@@ -70,6 +73,10 @@ class StaticWindowLayer(StaticSlidingWindowLayer):
 
     def get_seq_length(self) -> int | Tensor:
         return self.cumulative_length if self.is_initialized else 0
+
+    def reset(self) -> None:
+        super().reset()
+        self.is_started = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens.
