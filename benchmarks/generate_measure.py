@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
 from generate_models import dense_model, latent_model
 from hf_wsvd import free_generate_cache
@@ -60,56 +60,56 @@ def make_model(name: str, variant: Variant, device: torch.device, dtype: torch.d
     return latent_model(name, device, dtype, ratio if variant.latent else None, variant.cache)
 
 
-def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Wall-clock time of a call, the device idle before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begin
+class FirstToken(LogitsProcessor):
+    """Takes the time at which the scores of the first token are there."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.time = device, 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self.time:
+            self.time = now(self.device)
+        return scores
 
 
-def generation(
-    model: PreTrainedModel, prompt: torch.Tensor, count: int, options: Mapping[str, Any]
-) -> Callable[[], Any]:
-    """A call that generates `count` tokens, neither more nor fewer."""
-    mask = torch.ones_like(prompt)
-    return lambda: model.generate(
-        input_ids=prompt, attention_mask=mask, max_new_tokens=count, do_sample=False, **options
-    )
+def now(device: torch.device) -> float:
+    """Seconds on a clock, the device idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def generate(model: PreTrainedModel, batch: int, tokens: int, count: int, options: Mapping[str, Any]) -> list[float]:
+    """Seconds to the first token and seconds a token after it; of `tokens` tokens, the last `count` are generated."""
+    prompt, first = text_tokens(model, (batch, tokens - count)), FirstToken(model.device)
+    given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), "logits_processor": [first]}
+    begin = now(model.device)
+    model.generate(**given, max_new_tokens=count, do_sample=False, **options)
+    return [first.time - begin, (now(model.device) - first.time) / (count - 1)]
 
 
 def measure(
     model: PreTrainedModel, variant: Variant, batch: int, tokens: int, new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Time to the first token, time a token after it, and the most memory that was allocated.
-
-    The last generated token ends a sequence of `tokens`; times are medians over `repeats`.
-    """
+    """Medians over `repeats` of the time to the first token and of that a token after it, and the most memory."""
     device = model.device
-    prompt = text_tokens(model, (batch, tokens - new_tokens))
-    first, all_of_them = (generation(model, prompt, count, variant.options) for count in (1, new_tokens))
-    all_of_them()  # compiles, and settles how large a cache is
+    generate(model, batch, tokens, new_tokens, variant.options)  # compiles, and settles how large a cache is
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    prefill = statistics.median(seconds(first, device) for _ in range(repeats))
-    whole = statistics.median(seconds(all_of_them, device) for _ in range(repeats))
-    step = (whole - prefill) / (new_tokens - 1)
+    times = zip(*(generate(model, batch, tokens, new_tokens, variant.options) for _ in range(repeats)))
+    first, step = (statistics.median(column) for column in times)
     return {
         "ms_per_token": 1e3 * step,
         "tokens_per_second": batch / step,
-        "ttft_ms": 1e3 * prefill,
+        "ttft_ms": 1e3 * first,
         "peak_gb": torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None,
     }
 
 
 def fits(model: PreTrainedModel, variant: Variant, batch: int, tokens: int) -> bool:
     """Whether a batch can be generated with sequences of `tokens`."""
-    prompt = text_tokens(model, (batch, tokens - 2))
     try:
-        generation(model, prompt, 2, variant.options)()
+        generate(model, batch, tokens, 2, variant.options)
         return True
     except (torch.cuda.OutOfMemoryError, ValueError) as error:
         if isinstance(error, ValueError) and "does not fit" not in str(error):
