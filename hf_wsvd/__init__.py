@@ -6,6 +6,7 @@ with transformers.
 
 from .attention import register_attention
 from .cache import WSVDCache, cache_nbytes
+from .cache_choice import CacheChoice, explain_generate
 from .calibration import (
     collect_statistics,
     default_calibration,
@@ -15,6 +16,7 @@ from .calibration import (
 )
 from .decode_choice import register_explanation
 from .estimate import MemoryEstimate, estimate_memory
+from .generation import free_generate_cache
 from .headguard import select_heads
 from .hub import model_card, push_to_hub
 from .image_tokens import image_tokens
@@ -32,6 +34,7 @@ register_explanation()
 register_quantization(WSVDConfig, WSVDHfQuantizer)
 
 __all__ = [
+    "CacheChoice",
     "CacheConfig",
     "GuardMap",
     "HeadGuardConfig",
@@ -46,6 +49,8 @@ __all__ = [
     "compress",
     "default_calibration",
     "estimate_memory",
+    "explain_generate",
+    "free_generate_cache",
     "image_tokens",
     "load_calibration",
     "load_statistics",

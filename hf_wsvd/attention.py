@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .cache_layers import StoredMixin
 from .call import WSVD_FUNCTIONS, DenseCall, LatentCall, active_call, set_active_call
 from .compat import cache_of
-from .decode_operands import decode_parts, key_norm_weights
+from .decode_operands import decode_parts, hold_addresses, key_norm_weights
 from .decoder import decoder_attentions, decoder_of
 from .kernels import fused_attention, latent_attention
 from .kernels.dispatch import device_obstacle, kernels_can_run, needs_torch
@@ -226,8 +226,8 @@ def fused(
         return None
     if mask is not None:
         mask = mask[..., -query.shape[2] :, :]
-    lengths = None
-    if mask is None and rotation is None and any(part.places is not None for part in parts):
+    lengths = call.layer.lengths()
+    if lengths is None and mask is None and rotation is None and any(part.places is not None for part in parts):
         # By place alone, nothing says where the sequence ends.
         tokens = call.layer.visible_tokens(query.shape[2])
         lengths = torch.full((query.shape[0],), tokens, dtype=torch.int32, device=query.device)
@@ -240,6 +240,8 @@ def prepare(call: LatentCall | DenseCall, query: Tensor) -> None:
     if device_obstacle(query.device) is None and not unread and not torch.compiler.is_compiling():
         key_norm_weights(call, call.attention._wsvd)
         decode_parts(call, query)
+        if call.layer.is_compileable:
+            hold_addresses(call)
 
 
 def base_attention(base: str, module: nn.Module) -> Callable:

@@ -20,6 +20,7 @@ from .latent_layers import LatentMixin
 from .memory_report import MemoryReport, allocations, memory_report
 from .prefill import install_prefill_hook
 from .quantizer_config import CacheConfig, LayerStorage, WSVDConfig
+from .static_layers import mask_prompts_alone
 from .storage import make_store
 from .storage.narrow import narrowed
 from .upgrade import upgraded
@@ -83,7 +84,10 @@ class WSVDCache(Cache):
         check_classes(model, self.cache_config)
         config = model.config.get_text_config(decoder=True)
         stock = DynamicCache(config=config) if max_cache_len is None else StaticCache(config, max_cache_len)
-        super().__init__(layers=stored_layers(model, stock.layers, self.cache_config), offloading=offloading)
+        layers = stored_layers(model, stock.layers, self.cache_config)
+        if max_cache_len is not None:
+            mask_prompts_alone(layers)
+        super().__init__(layers=layers, offloading=offloading)
         if self.cache_config.by_class:
             watch_image_tokens(model)
         if any(isinstance(layer, StoredMixin) and not isinstance(layer, LatentMixin) for layer in self.layers):

@@ -27,6 +27,7 @@ class StoredMixin:
     key_store: Store | None = None
     value_store: Store | None = None
     expansions: dict | None = None  # what expands packed tokens for kernels, worked out once
+    held_expansions: dict | None = None  # of before the last reset
 
     @property
     def keys(self) -> Tensor | None:
@@ -115,6 +116,10 @@ class StoredMixin:
     def visible_tokens(self, query_length: int) -> int:
         """How many tokens `visible` gives after a call of `query_length` tokens."""
         return len(self.key_store)
+
+    def lengths(self) -> Tensor | None:
+        """Tokens among the slots that `runs` gives, int32 `[B]` on the device; None where all hold tokens."""
+        return None
 
     def settle(self) -> None:
         """Drop what only the attention of the last call had to read."""

@@ -59,7 +59,11 @@ class LatentCall:
         """Latents of all tokens that attention may see, unpacked, and their rotary rows."""
         if self._cached is None:
             key, value = self.layer.visible(self.key.latent, self.value.latent, self.exact)
-            self._cached = (self.key._replace(latent=key), self.value._replace(latent=value), self.rotation())
+            rotation = self.rotation()
+            if rotation is not None and rotation.cos.shape[1] > key.shape[-2]:  # a prompt alone, see the static layers
+                rows = (rotation.cos[:, : key.shape[-2]], rotation.sin[:, : key.shape[-2]])
+                rotation = rotation._replace(cos=rows[0], sin=rows[1])
+            self._cached = (self.key._replace(latent=key), self.value._replace(latent=value), rotation)
         return self._cached
 
     def reads_latents(self) -> bool:

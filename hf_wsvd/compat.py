@@ -19,6 +19,12 @@ CACHE_ARGUMENT = "cache" if Version("5.24") <= _VERSION else "past_key_values"
 # The same, and the name that callers of older code may still give.
 CACHE_ARGUMENTS = tuple(dict.fromkeys((CACHE_ARGUMENT, "past_key_values")))
 
+# Attributes in which a model keeps its compiled step, made of the model itself.
+COMPILED_STEP = ("_compiled_call", "_last_compile_config")
+
+# Before torch 2.13, the thread that imported CUDA graphs is the only one that can record and replay them.
+CUDA_GRAPHS_IN_ANY_THREAD = Version("2.13") <= Version(Version(torch.__version__).base_version)
+
 
 def cache_of(kwargs: dict[str, Any]) -> Any:
     """The cache among the keyword arguments of an attention layer's forward."""

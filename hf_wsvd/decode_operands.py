@@ -92,6 +92,36 @@ def fold(heads: LatentHeads, run: Run, query: Tensor) -> Folded:
     return Folded(up, bias, run.rotation)
 
 
+@torch.no_grad()
+def hold_addresses(call: LatentCall | DenseCall) -> None:
+    """Keep what expands the tokens of a cache of fixed size where the graphs of its steps expect it.
+
+    What was computed is written over what was computed for the text before; weights stay where the model has them.
+    """
+    layer = call.layer
+    weights = [tensor for heads in (call.key, call.value) for tensor in (heads.up, heads.bias)]
+    own = {tensor.untyped_storage().data_ptr() for tensor in weights if tensor is not None}
+
+    def held(new: Tensor | None, old: Tensor | None) -> Tensor | None:
+        if new is None:
+            return None
+        alike = old is not None and (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
+        if alike and new.device == old.device and new.untyped_storage().data_ptr() not in own:
+            new = old if new is old else old.copy_(new)
+        torch._dynamo.mark_static_address(new)
+        return new
+
+    before = layer.held_expansions or {}
+    for name, found in (layer.expansions or {}).items():
+        old = before.get(name)
+        if isinstance(found, Folded):
+            old = old or Folded(None, None, None)
+            layer.expansions[name] = found._replace(up=held(found.up, old.up), bias=held(found.bias, old.bias))
+        else:
+            layer.expansions[name] = held(found, old)
+    layer.held_expansions = layer.expansions
+
+
 def key_norm_weights(call: LatentCall | DenseCall, binding: object) -> KeyNormWeights | str | None:
     """The key norm of an open call as kernels take it; None for none; or why they cannot apply it.
 

@@ -1,7 +1,7 @@
 """Pushing a compressed model to the Hub: weights, processor and model card in one commit.
 
-A compressed model's own `push_to_hub` and `save_pretrained` write the card too: see `install_push_to_hub`.
-Transformers offers no hook for it, as its `push_to_hub` writes a generic card over what `save_pretrained` has left.
+A compressed model's own `push_to_hub` and `save_pretrained` write the card too: see `CardMixin`. Transformers' own
+`push_to_hub` writes a generic card over what `save_pretrained` has left.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
 
-from .card import GENERATED_BLOCK, TAGS, Measurement, check_compressed, measurements, merge_cards, model_card
+from .card import GENERATED_BLOCK, Measurement, check_compressed, measurements, merge_cards, model_card
 from .self_check_file import SELF_CHECK_FILE, save_self_check
 from .version import __version__
 
 
-__all__ = ["Measurement", "install_push_to_hub", "model_card", "push_to_hub", "remove_push_to_hub"]
+__all__ = ["CardMixin", "Measurement", "model_card", "push_to_hub"]
 
 # What `save_pretrained` may call the weights. A repository that holds both one file and shards loads the wrong ones.
 WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -139,46 +139,6 @@ class CardMixin:
             _merged(_remote_card(hub, repo_id), model_card(self, repo_id=repo_id)).save(folder / "README.md")
             changed = {path for path, time in _times(folder).items() if before.get(path) != time}
             _commit(hub, repo_id, folder, changed, **commit)
-
-    def __reduce_ex__(self, protocol: int) -> tuple:
-        # Pickle finds classes by name, and this one's name is its base's.
-        return _new_with_card, (_without_card(type(self)),), self.__dict__
-
-
-def install_push_to_hub(model: PreTrainedModel) -> None:
-    """Make the model's own `push_to_hub` and `save_pretrained` write the card of a compressed model.
-
-    The quantizer calls this once it has bound the model, and `remove_push_to_hub` when it dequantizes it. The model's
-    class becomes a subclass of the same name, as `torch.nn.utils.parametrize` does it: methods put into the instance
-    would refer back to it and hold its memory until a garbage collection.
-    """
-    model.__class__ = _with_card(type(model))
-    model.add_model_tags(TAGS)  # for cards that others write, such as the Trainer's
-
-
-def remove_push_to_hub(model: PreTrainedModel) -> None:
-    """Undo `install_push_to_hub`; does nothing where it was never called."""
-    if isinstance(model, CardMixin):
-        model.__class__ = _without_card(type(model))
-        model.model_tags = [tag for tag in model.model_tags or () if tag not in TAGS] or None
-
-
-@functools.cache
-def _with_card(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    if issubclass(base, CardMixin):
-        return base
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (CardMixin, base), names)
-
-
-def _without_card(subclass: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    _, base = subclass.__bases__
-    return base
-
-
-def _new_with_card(base: type[PreTrainedModel]) -> PreTrainedModel:
-    subclass = _with_card(base)
-    return subclass.__new__(subclass)
 
 
 def _has_adapters(model: PreTrainedModel) -> bool:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from .cache_layers import (
     GrowingLayer,
@@ -18,6 +18,7 @@ from .kernels import StoredTokens
 from .quantizer_config import WHOLE_LAYER
 from .static_layers import PackedStaticLayer, PackedStaticSlidingWindowLayer
 from .storage.runs import Run
+from .storage.static_window import StaticWindowLayer
 
 
 class LatentMixin:
@@ -31,6 +32,7 @@ class LatentMixin:
     # Shapes given ahead of the first tokens are those of dense heads; latents allocate when they arrive.
     supports_early_init = False
     rows_class: ClassVar[type[CacheLayerMixin]]
+    masks_prompt_alone: bool = False
     rows: CacheLayerMixin | None = None
     rows_key: tuple | None = None
     owns_rows: bool = False
@@ -40,7 +42,7 @@ class LatentMixin:
     def new_rows(self) -> CacheLayerMixin:
         """A layer for rotary rows with this layer's limits and state."""
         limits = {n: getattr(self, n) for n in ("max_cache_len", "sliding_window") if hasattr(self, n)}
-        if self.rows_class is StaticSlidingWindowLayer:  # its constructor takes the window, keeps only the minimum
+        if self.rows_class is StaticWindowLayer:  # its constructor takes the window, keeps only the minimum
             limits["sliding_window"] = self.max_cache_len
         rows = self.rows_class(**limits)
         if getattr(self, "record_past", False):
@@ -66,7 +68,7 @@ class LatentMixin:
         storage = getattr(self, "storage", WHOLE_LAYER)
         # As stored, without a mask at this point: attention in latent space could not be causal.
         as_stored = empty and not storage.whole and storage.prefill == "stored"
-        whole = empty and (call.latent_attention or not self.is_compileable)
+        whole = empty and (call.latent_attention or not self.is_compileable or self.masks_prompt_alone)
         if (not as_stored and (whole or call.reads_latents())) or call.takes_portions():
             call.handed = (key_states, value_states)
             return key_states, value_states
@@ -89,7 +91,8 @@ class LatentMixin:
     def reset(self) -> None:
         super().reset()
         self.is_empty = True
-        self.expansions = None  # the model's weights may be others for the next text
+        # The model's weights may be others for the next text; those of a graph stay where they are.
+        self.expansions, self.held_expansions = None, self.expansions or self.held_expansions
         if self.owns_rows:
             self.rows.reset()
             self.rows.angles = None
@@ -134,6 +137,8 @@ class WholeStaticMixin:
 
     seen: tuple[Tensor, Tensor] | None = None
     expansions: dict | None = None
+    held_expansions: dict | None = None
+    masks_prompt_alone = False
 
     def append(self, key_states: Tensor, value_states: Tensor) -> bool:
         self.seen = self.stock_class.update(self, key_states, value_states)
@@ -158,6 +163,13 @@ class WholeStaticMixin:
             for tokens in self.seen
         )
         return keys, values
+
+    def lengths(self) -> Tensor:
+        length = self.cumulative_length.clamp(max=self.seen[0].shape[-2])
+        return length.to(torch.int32).repeat(self.batch_size)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | Tensor]:
+        return (query_length, 0) if self.masks_prompt_alone and self.is_empty else super().get_mask_sizes(query_length)
 
     def settle(self) -> None:
         self.seen = None
@@ -186,10 +198,10 @@ class LatentStaticLayer(LatentMixin, WholeStaticMixin, StaticLayer):
     rows_class = stock_class = StaticLayer
 
 
-class LatentStaticSlidingWindowLayer(LatentMixin, WholeStaticMixin, StaticSlidingWindowLayer):
+class LatentStaticSlidingWindowLayer(LatentMixin, WholeStaticMixin, StaticWindowLayer):
     """Latents of a sliding window in tensors of fixed size and address."""
 
-    rows_class = stock_class = StaticSlidingWindowLayer
+    rows_class = stock_class = StaticWindowLayer
 
 
 class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):
@@ -201,4 +213,4 @@ class LatentPackedStaticLayer(LatentMixin, PackedStaticLayer):
 class LatentPackedStaticSlidingWindowLayer(LatentMixin, PackedStaticSlidingWindowLayer):
     """Packed latents of a sliding window in tensors of fixed size and address."""
 
-    rows_class = StaticSlidingWindowLayer
+    rows_class = StaticWindowLayer

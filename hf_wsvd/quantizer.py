@@ -18,7 +18,7 @@ from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
 from .guarding import check_guards, refuse_statistics
-from .hub import install_push_to_hub, remove_push_to_hub
+from .model_class import install_methods, remove_methods
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
 from .self_check_file import load_self_check
@@ -106,12 +106,12 @@ class WSVDHfQuantizer(HfQuantizer):
             self._record_base(model)
         elif not self._fitted:
             self.fit(model, calibration=self.quantization_config.calibration)
-        install_push_to_hub(model)
+        install_methods(model)
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After save_pretrained, config.dtype is a string and transformers passes it on.
-        remove_push_to_hub(model)
+        remove_methods(model)
         set_self_check(model, None)
         merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
         return model

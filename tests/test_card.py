@@ -16,7 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from hf_wsvd import WSVDCache, WSVDConfig, compress
 from hf_wsvd.card import base_model_on_hub, describe_ranks, hub_name, kv_bytes_per_token, merge_cards
 from hf_wsvd.compat import CACHE_ARGUMENT
-from hf_wsvd.hub import Measurement, install_push_to_hub, model_card, push_to_hub, remove_push_to_hub
+from hf_wsvd.hub import Measurement, model_card, push_to_hub
+from hf_wsvd.model_class import install_methods, remove_methods
 
 
 SNIPPET = "```python\nimport hf_wsvd"
@@ -185,11 +186,11 @@ def test_class_with_card_passes_for_the_models_class(model, dense):
 
 def test_remove_undoes_install():
     plain = build("llama")
-    remove_push_to_hub(plain)
+    remove_methods(plain)
     plain.add_model_tags("mine")
-    install_push_to_hub(plain)
-    install_push_to_hub(plain)
-    remove_push_to_hub(plain)
+    install_methods(plain)
+    install_methods(plain)
+    remove_methods(plain)
     assert type(plain) is LlamaForCausalLM
     assert plain.model_tags == ["mine"]
 

@@ -35,6 +35,7 @@ class StaticStore(Store):
         self.codec, self.layer = codec, layer
         self.heads, self.width, self.dtype = heads, codec.width, dtype
         self.visible: tuple[Tensor, Tensor] | None = None
+        self.held_state: dict[str, Tensor] = {}  # of the codec, where compiled steps expect it
 
     def __len__(self) -> int:
         return int(self.layer.get_seq_length())
@@ -52,6 +53,7 @@ class StaticStore(Store):
             self.appended(tokens)
             return
         payload, scales = kernel_path.encode(self.codec, tokens)
+        self.hold_addresses()
         # Before transformers 5.18 a static layer gives its values the dtype of its keys: scales go in as bytes.
         scales = scales.view(torch.uint8) if scales.shape[-1] else scales.to(payload.dtype)
         self.visible = self.layer.update(payload, scales)
@@ -60,6 +62,20 @@ class StaticStore(Store):
         """Bring an empty store's codec to the device of its first tokens."""
         if not self.layer.is_initialized:
             self.codec.to(device)
+            for constant in self.codec.constants.values():
+                torch._dynamo.mark_static_address(constant)
+
+    def hold_addresses(self) -> None:
+        """Keep the codec's state, which every prompt sets anew, at one address, and mark what graphs need not copy."""
+        state = self.codec.state
+        if torch.compiler.is_compiling() or all(state[name] is self.held_state.get(name) for name in state):
+            return
+        for name, value in state.items():
+            old = self.held_state.get(name)
+            if old is not None and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+                state[name] = old.copy_(value)
+            torch._dynamo.mark_static_address(state[name])
+        self.held_state = dict(state)
 
     def has_slots(self, tokens: Tensor) -> bool:
         """Whether a kernel can write these tokens where they belong: in a window, the layer moves others for them."""
@@ -69,6 +85,7 @@ class StaticStore(Store):
     def slots(self, tokens: Tensor) -> Slots:
         """Where these tokens go; whoever asks writes them, then calls `appended`."""
         self.codec.observe(tokens)
+        self.hold_addresses()
         if not self.layer.is_initialized:
             encoding = self.codec.encoding()
             sizes = (encoding.payload_width, 2 * encoding.scales_width)
