@@ -20,7 +20,7 @@ from .hub import model_card, push_to_hub
 from .image_tokens import image_tokens
 from .memory_report import MemoryReport, memory_report
 from .quantizer import WSVDHfQuantizer, compress
-from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, WSVDConfig
+from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, LowPrecisionConfig, WSVDConfig
 from .register import register_quantization
 from .verification import renew_self_check, verify
 from .version import __version__
@@ -34,6 +34,7 @@ __all__ = [
     "CacheConfig",
     "GuardMap",
     "HeadGuardConfig",
+    "LowPrecisionConfig",
     "MemoryEstimate",
     "MemoryReport",
     "WSVDCache",
