@@ -18,6 +18,7 @@ METHODS_WITH = {
     "qat_learning_rate": ("wsvd_qat",),
     "activation_ranges": ("wsvd_qat",),
     "residual_rotation": ("quarot", "wsvd_qat"),
+    "mlp_rotation": ("quarot", "wsvd_qat"),
 }
 
 
@@ -44,6 +45,8 @@ class LowPrecisionConfig:
         qat_steps, qat_learning_rate: of the fine-tuning of "wsvd_qat".
         activation_ranges: whether the fine-tuning sees rounded activations; False: rounded weights alone.
         residual_rotation: seed of the rotation of the residual stream, None without one; written by the fit.
+        mlp_rotation: channels of a block in which the inputs of every MLP's last layer are turned when they are
+            computed, a power of two; None: they are not. Written by the fit.
 
     Raises:
         ValueError: naming the field, the value given and what is allowed.
@@ -56,9 +59,10 @@ class LowPrecisionConfig:
     modules_to_not_convert: list[str] | None = None
     smoothing: float = 0.5
     qat_steps: int = 200
-    qat_learning_rate: float = 1e-4
+    qat_learning_rate: float = 1e-3
     activation_ranges: bool = True
     residual_rotation: int | None = None
+    mlp_rotation: int | None = None
 
     def __post_init__(self):
         for name, choices in (
@@ -82,6 +86,9 @@ class LowPrecisionConfig:
         seed = self.residual_rotation
         if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
             fail("residual_rotation", seed, "an integer from 0 to 2**63 - 1, or None")
+        block = self.mlp_rotation
+        if block is not None and (type(block) is not int or not 2 <= block <= 2**16 or block & (block - 1)):
+            fail("mlp_rotation", block, "a power of two from 2 to 65536, or None")
         for name, methods in METHODS_WITH.items():
             default = type(self).__dataclass_fields__[name].default
             if getattr(self, name) != default and self.method not in methods:
