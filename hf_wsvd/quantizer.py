@@ -19,7 +19,13 @@ from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
 from .guarding import check_guards, refuse_statistics
 from .hub import install_push_to_hub, remove_push_to_hub
-from .low_precision.convert import check_low_precision, check_scales, quantized_modules
+from .low_precision.convert import (
+    check_low_precision,
+    check_scales,
+    install_rotations,
+    quantized_modules,
+    remove_rotations,
+)
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
 from .self_check_file import load_self_check
@@ -100,6 +106,8 @@ class WSVDHfQuantizer(HfQuantizer):
             layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
             restore_dtypes(model, self._dtypes)
             check_scales(model)
+            if self.quantization_config.low_precision is not None:
+                install_rotations(model, self.quantization_config)
             bind_all(model, self._targets, layouts, self.quantization_config.storage)
             self._targets = self._dtypes = None
             load_self_check(model, self.checkpoint_folder)
@@ -117,6 +125,8 @@ class WSVDHfQuantizer(HfQuantizer):
         remove_push_to_hub(model)
         set_self_check(model, None)
         merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
+        if self.quantization_config.low_precision is not None:
+            remove_rotations(model, self.quantization_config)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:

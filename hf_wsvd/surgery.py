@@ -27,7 +27,13 @@ from .guarding import (
 )
 from .image_tokens import unwatch_image_tokens
 from .kernels.dispatch import kernels_can_run
-from .low_precision.convert import check_low_precision, dequantize_modules, lower_precision, quantize_modules
+from .low_precision.convert import (
+    check_low_precision,
+    check_rotations,
+    dequantize_modules,
+    lower_precision,
+    quantize_modules,
+)
 from .modules import LatentProjection
 from .probe import probe_key_layouts
 from .quantizer_config import CacheConfig, HeadGuardConfig, KeyLayout, WSVDConfig
@@ -84,7 +90,7 @@ def fit_latents(
         guard_heads(model, config, batches)
     with fitted(model, config, statistics) as fit:
         try:
-            settle(model, config, fit, dense, statistics.info, batches)
+            settle(model, config, fit, dense, statistics, batches)
         except BaseException:
             unbind_all(model)
             decoder_of(model).set_attn_implementation(implementation)
@@ -125,14 +131,14 @@ def settle(
     config: WSVDConfig,
     fit: Fit,
     dense: SelfCheck | None,
-    info: dict,
+    statistics: Statistics,
     batches: Iterable[Batch] | None = None,
 ) -> None:
     """All that follows once the factors stand in the model: key layouts, trial, binding, guards, self-check, record.
 
     Args:
         dense: the dense model's side of the self-check; None for a model that goes without.
-        info: what the statistics know of the calibration data.
+        statistics: what the factors were fitted on.
         batches: what guarded heads are measured on and low precision is prepared on, where the config asks for it.
     """
     attentions = [target.attention for target in fit.targets]
@@ -148,10 +154,10 @@ def settle(
     if config.low_precision is not None:
         bind_all(model, fit.targets, layouts, config.storage)  # what may fail does so before weights are rounded
         bind_all(model, fit.targets, layouts)
-        fit.info["low_precision"] = lower_precision(model, config, batches)
+        fit.info["low_precision"] = lower_precision(model, config, batches, statistics)
     attach_self_check(model, dense)
     bind_all(model, fit.targets, layouts, config.storage)
-    record(config, fit, layouts, decoder_shape(model), info)
+    record(config, fit, layouts, decoder_shape(model), statistics.info)
 
 
 def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], shape: dict, info: dict) -> None:
@@ -201,6 +207,7 @@ def insert_empty(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
             )
             setattr(target.attention.module, f"{side}_proj", projection)
     if config.low_precision is not None:
+        check_rotations(model, config)
         quantize_modules(model, config)
     return chosen
 

@@ -9,13 +9,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..calibration import is_statistics
+from ..calibration import Statistics, is_statistics
 from ..calibration.batches import Batch
 from ..modules import LatentProjection
 from ..quantizer_config import WSVDConfig
 from .chosen import chosen_linears
 from .latent import QuantizedLatentProjection
 from .linear import QuantizedLinear, QuantizedWeight
+from .mlp_rotation import install_mlp_rotation, remove_mlp_rotation
+from .prepare import prepare
+from .residual_layers import residual_layers
+from .residual_rotation import install_residual_rotation, remove_residual_rotation
 
 
 def check_low_precision(model: PreTrainedModel, config: WSVDConfig, calibration: Any) -> None:
@@ -61,7 +65,12 @@ def quantize_modules(model: PreTrainedModel, config: WSVDConfig) -> None:
         replace_module(model, name, quantized(module, config))
 
 
-def lower_precision(model: PreTrainedModel, config: WSVDConfig, batches: Iterable[Batch] | None) -> dict[str, Any]:
+def lower_precision(
+    model: PreTrainedModel,
+    config: WSVDConfig,
+    batches: Iterable[Batch] | None,
+    statistics: Statistics | None = None,
+) -> dict[str, Any]:
     """Bring a fitted model to the precision that `config.low_precision` asks for: prepare its weights, round them.
 
     An interruption leaves a model that is good for nothing: what it was is not kept, for the sake of memory. What is
@@ -70,6 +79,7 @@ def lower_precision(model: PreTrainedModel, config: WSVDConfig, batches: Iterabl
     Args:
         model: in its float dtype, latent projections in place.
         batches: calibration data; None for methods that look at none.
+        statistics: what the fit was made from, where anything was fitted.
 
     Returns:
         The JSON record of what the method did.
@@ -78,12 +88,9 @@ def lower_precision(model: PreTrainedModel, config: WSVDConfig, batches: Iterabl
         ValueError: as `quantize_modules`, and for data that the model does not take.
     """
     check_weights(model, config)
-    record: dict[str, Any] = {"method": config.low_precision.method}
-    if config.low_precision.needs_data:
-        from .prepare import prepare
-
-        record |= prepare(model, config, batches)
+    record = prepare(model, config, batches, statistics)
     quantize_modules(model, config)
+    install_rotations(model, config)
     return record
 
 
@@ -98,6 +105,36 @@ def quantized(module: nn.Linear | LatentProjection, config: WSVDConfig) -> Quant
 def quantized_modules(model: nn.Module) -> dict[str, QuantizedWeight]:
     """By name the quantized layers that stand in a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedWeight)}
+
+
+def check_rotations(model: PreTrainedModel, config: WSVDConfig) -> None:
+    """Raise ValueError if a checkpoint was made with rotations that the layers of `model` cannot have."""
+    settings = config.low_precision
+    if settings.residual_rotation is not None or settings.mlp_rotation is not None:
+        layers = residual_layers(model)
+        widths = {layer.mlp.down_proj.in_features for layer in layers if layer.mlp is not None}
+        if settings.mlp_rotation is not None and any(width % settings.mlp_rotation for width in widths):
+            raise ValueError(
+                f"LowPrecisionConfig: mlp_rotation={settings.mlp_rotation} does not divide the MLP's {widths} channels"
+            )
+
+
+def install_rotations(model: PreTrainedModel, config: WSVDConfig) -> None:
+    """Turn activations where the weights of `config.low_precision` expect it; nothing where they are turned."""
+    settings = config.low_precision
+    if settings.residual_rotation is not None:
+        install_residual_rotation(model, settings.residual_rotation)
+    if settings.mlp_rotation is not None:
+        install_mlp_rotation(model, settings.mlp_rotation)
+
+
+def remove_rotations(model: PreTrainedModel, config: WSVDConfig) -> None:
+    """Turn the weights of a dequantized model back, and activations no more."""
+    settings = config.low_precision
+    if settings.mlp_rotation is not None:
+        remove_mlp_rotation(model, settings.mlp_rotation)
+    if settings.residual_rotation is not None:
+        remove_residual_rotation(model, settings.residual_rotation)
 
 
 def check_scales(model: PreTrainedModel) -> None:
