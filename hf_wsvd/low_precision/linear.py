@@ -15,8 +15,11 @@ from .weights import dequantize_weight, group_size_of, quantize_weight
 class QuantizedWeight(nn.Module):
     """The quantized `weight [rows, in_features]` of a layer; a base of the layers that have one.
 
+    It stands in the checkpoint under the dense weight's name with another shape, so that loading without hf_wsvd fails
+    instead of taking codes for weights.
+
     Attributes:
-        weight: codes, int8 `[rows, in]` or, at 4 bits, uint8 `[rows, ceil(in / 2)]`, two in a byte.
+        weight: codes, int8 `[rows, groups, group_size]` or, at 4 bits, uint8 `[rows, ceil(in / 2)]`, two in a byte.
         weight_scales: `[rows, groups]`. In fp32 whatever the dtype of the model: a cast of the model leaves them.
     """
 
@@ -26,9 +29,12 @@ class QuantizedWeight(nn.Module):
         """Give the layer parameters without values. ValueError for a group size that does not divide the inputs."""
         self.weight_bits, self.activation_bits = config.weight_bits, config.activation_bits
         self.group_size = group_size_of(in_features, config.weight_bits, config.group_size)
-        width = in_features if self.weight_bits == 8 else -(-in_features // 2)
-        codes = torch.empty(rows, width, device=device, dtype=torch.int8 if self.weight_bits == 8 else torch.uint8)
-        scales = torch.empty(rows, in_features // self.group_size, device=device, dtype=torch.float32)
+        groups = in_features // self.group_size
+        if self.weight_bits == 8:
+            codes = torch.empty(rows, groups, self.group_size, device=device, dtype=torch.int8)
+        else:
+            codes = torch.empty(rows, -(-in_features // 2), device=device, dtype=torch.uint8)
+        scales = torch.empty(rows, groups, device=device, dtype=torch.float32)
         self.weight = nn.Parameter(codes, requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
 
@@ -37,16 +43,21 @@ class QuantizedWeight(nn.Module):
         codes, scales = quantize_weight(weight, self.weight_bits, self.group_size, scales)
         if scales.shape != self.weight_scales.shape:
             raise ValueError(f"scales of shape {list(scales.shape)} do not fit {list(self.weight_scales.shape)}")
-        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.weight = nn.Parameter(codes.view(self.weight.shape), requires_grad=False)
         self.weight_scales = nn.Parameter(scales, requires_grad=False)
+
+    @property
+    def codes(self) -> Tensor:
+        """`weight` as `quantize_weight` gives it, `[rows, ...]`."""
+        return self.weight.flatten(1)
 
     def product(self, x: Tensor) -> Tensor:
         """`[..., in]` to `[..., rows]`, without bias."""
-        return quantized_product(x, self.weight, self.weight_scales, self.weight_bits, self.activation_bits)
+        return quantized_product(x, self.codes, self.weight_scales, self.weight_bits, self.activation_bits)
 
     def dequantized_weight(self) -> Tensor:
         """`[rows, in]` fp32."""
-        return dequantize_weight(self.weight, self.weight_scales, self.weight_bits, self.in_features)
+        return dequantize_weight(self.codes, self.weight_scales, self.weight_bits, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         scales = self.weight_scales.data
