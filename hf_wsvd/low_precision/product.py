@@ -64,7 +64,7 @@ def _product(x: Tensor, stored: Tensor, scales: Tensor, weight_bits: int, activa
     codes, token_scales = quantize_activations(x, activation_bits)
     if integer_obstacle(x.device, in_features, len(stored), scales.shape[1]) is None:
         product = integer_product(codes.reshape(-1, in_features), weight_codes(stored, weight_bits, in_features))
-        product = product.reshape(*x.shape[:-1], -1).float() * scales[:, 0]
+        product = product.reshape(*x.shape[:-1], len(stored)).float() * scales[:, 0]
     else:
         # Codes over a power of two are exact in every dtype, and sums of them stay in the range of float16.
         weight = dequantize_weight(stored, scales, weight_bits, in_features, x.dtype)
