@@ -104,6 +104,16 @@ class LowPrecisionConfig:
         """Whether the method looks at calibration data."""
         return self.method != "rtn"
 
+    def summary(self) -> str:
+        """What a reader of a model card wants to know, in one line."""
+        groups = f"groups of {self.group_size}" if self.group_size else "rows" if self.weight_bits == 8 else "groups"
+        inputs = (
+            "activations in the model's dtype"
+            if self.activation_bits == 16
+            else f"activations of {self.activation_bits} bits with a scale a token"
+        )
+        return f"weights of {self.weight_bits} bits with scales of {groups}, {inputs}, method {self.method}"
+
     @classmethod
     def parse(cls, value: LowPrecisionConfig | dict[str, Any] | None) -> LowPrecisionConfig | None:
         """A config, or the dict form that JSON keeps of it. ValueError for anything else and for unknown keys."""
