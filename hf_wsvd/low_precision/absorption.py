@@ -23,7 +23,7 @@ def check_absorption(
     """Apply `change` to a copy of every layer, and compare its output on one batch with the layer's own.
 
     Args:
-        batch: its first sequences are taken, as its calls are made.
+        batch: what the layers are run on.
         change: changes a layer in place so that it computes the same.
         turned: `[hidden, hidden]`, if the changed layer is to compute on hidden states turned by it.
 
@@ -35,11 +35,12 @@ def check_absorption(
         call = batch.calls[number]
         if turned is not None and call.entering is not None:
             raise UnknownStructure(f"something is added to the hidden states before {layer.name}")
-        plain = copy.deepcopy(layer.module).float()
-        changed = copy.deepcopy(plain)
+        following = call.run(layer.module, hidden)
+        changed = copy.deepcopy(layer.module).float()
+        states, expected = hidden.float(), following
+        if hidden.dtype != torch.float32:
+            expected = call.run(changed, states)
         change(ResidualLayer(layer.name, changed))
-        states = hidden.float()
-        expected = call.run(plain, states)
         if turned is None:
             found = call.run(changed, states)
         else:
@@ -48,4 +49,4 @@ def check_absorption(
         error = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
         if not error <= TOLERANCE:
             raise UnknownStructure(f"{layer.name} does not compute the same with it (relative error {error:.1e})")
-        hidden = call.run(layer.module, hidden)
+        hidden = following

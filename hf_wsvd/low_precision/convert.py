@@ -18,7 +18,7 @@ from .latent import QuantizedLatentProjection
 from .linear import QuantizedLinear, QuantizedWeight
 from .mlp_rotation import install_mlp_rotation, remove_mlp_rotation
 from .prepare import prepare
-from .residual_layers import residual_layers
+from .residual_layers import check_plain_residual, residual_layers
 from .residual_rotation import install_residual_rotation, remove_residual_rotation
 
 
@@ -112,6 +112,8 @@ def check_rotations(model: PreTrainedModel, config: WSVDConfig) -> None:
     settings = config.low_precision
     if settings.residual_rotation is not None or settings.mlp_rotation is not None:
         layers = residual_layers(model)
+        if settings.residual_rotation is not None:
+            check_plain_residual(model)
         widths = {layer.mlp.down_proj.in_features for layer in layers if layer.mlp is not None}
         if settings.mlp_rotation is not None and any(width % settings.mlp_rotation for width in widths):
             raise ValueError(

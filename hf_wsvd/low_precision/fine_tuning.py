@@ -7,7 +7,7 @@ rounded already: later layers make good what earlier ones lost.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -111,11 +111,8 @@ def _moments(
         raise _Seen
 
     for batch, states in zip(batches, hidden):
-        with _watched([group], see):
-            try:
-                batch.calls[number].run(layer.module, states)
-            except _Seen:
-                pass
+        with _watched([group], see), suppress(_Seen):
+            batch.calls[number].run(layer.module, states)
     return InputMoments.of(inputs, rounded)
 
 

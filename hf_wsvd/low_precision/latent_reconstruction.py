@@ -162,10 +162,11 @@ def _descend(
             turned_up = ups @ rotations
             rebuilt = turned_up @ rounded.unflatten(0, (loss.heads, loss.rank))
             error = ((fisher @ (rebuilt @ moment - 2 * wanted)) * rebuilt).sum((1, 2)) / energy
+            total = error.sum()
         best.take(rounded.detach(), scales.detach(), turned_up.detach())
         if step == steps:
             break
-        error.sum().backward()
+        total.backward()
         optimizer.step()
         rotations.data.copy_(cayley_step(rotations.data, rotations.grad, ROTATION_STEP * (1 - step / steps)))
         schedule.step()

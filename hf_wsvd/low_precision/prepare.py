@@ -104,8 +104,10 @@ class _Transforms:
 
     def smooth(self, parts: Iterable[str]) -> None:
         """Inputs of linear layers by channel: those of `norms`, of `values` (o_proj) and of the `mlp`'s last layer."""
+        parts = list(parts)
+        # One pass serves all parts: none changes the inputs that another one smooths.
+        ranges = input_ranges(self.layers, self.batches) if parts else {}
         for part in parts:
-            ranges = input_ranges(self.layers, self.batches)
             self._tried(part, "smoothing", lambda: self._smooth(part, ranges))  # noqa: B023
 
     def _tried(self, part: str, kind: str, transform: Any) -> bool:

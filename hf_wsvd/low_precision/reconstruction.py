@@ -84,9 +84,7 @@ class _Best:
         self.errors = torch.where(better, errors, self.errors)
 
 
-def _descend(
-    best: _Best, moments: InputMoments, weight: Tensor, bits: int, steps: int, learning_rate: float
-) -> None:
+def _descend(best: _Best, moments: InputMoments, weight: Tensor, bits: int, steps: int, learning_rate: float) -> None:
     """Adam on masters in units of each group's largest weight, and on the scales' logarithms."""
     start = best.scales.clone()
     unit = (start * LIMITS[bits]).repeat_interleave(weight.shape[1] // start.shape[1], dim=1).clamp_min(1e-30)

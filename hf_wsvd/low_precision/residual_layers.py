@@ -98,7 +98,7 @@ def check_plain_residual(model: PreTrainedModel) -> None:
     """Raise UnknownStructure unless every layer is `x += attention(norm(x)); x += mlp(norm(x))` with RMS norms.
 
     What else there may be: norms after attention or MLP, experts and their routers, gates, streams that are mixed
-    (hyper-connections), features that enter between layers (DeepStack).
+    (hyper-connections), features that enter between layers (DeepStack). Norms on the meta device are not looked at.
     """
     decoder = decoder_of(model)
     if not isinstance(getattr(decoder, "norm", None), nn.Module):
@@ -114,7 +114,7 @@ def check_plain_residual(model: PreTrainedModel) -> None:
         _check_parts(f"{layer.name}.self_attn", layer.attention, (*ATTENTION_LINEARS, *HEAD_NORMS))
         _check_parts(f"{layer.name}.mlp", layer.mlp, MLP_LINEARS)
         for norm, _ in layer.norms():
-            if not is_rms_norm(norm):
+            if not norm.weight.is_meta and not is_rms_norm(norm):
                 raise UnknownStructure(f"{layer.name} has a {type(norm).__name__}, which is no RMS norm")
 
 

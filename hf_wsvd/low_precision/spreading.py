@@ -31,7 +31,9 @@ class Spreading(nn.Module):
 
     hook: RemovableHandle
 
-    def __init__(self, width: int, size: int, seed: int = 0, *, back: bool = False, device: torch.device | None = None):
+    def __init__(
+        self, width: int, size: int, seed: int = 0, *, back: bool = False, device: torch.device | None = None
+    ):
         super().__init__()
         if size < 1 or width % size:
             raise ValueError(f"Spreading: size={size} is not allowed; allowed: a divisor of width = {width}")
