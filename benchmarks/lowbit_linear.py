@@ -46,9 +46,8 @@ def main() -> None:
         layers = layers_of(inputs, outputs, device, arguments.compile)
         for count in arguments.rows:
             rows += measured(layers, inputs, count, device, arguments.rounds)
-            print(
-                text_table(["outputs", "rows", "layer", "ms", "fastest"], [list(map(str, r.values())) for r in rows])
-            )
+    header = ["outputs", "rows", "layer", "ms", "fastest"]
+    print(text_table(header, [list(map(str, row.values())) for row in rows]))
     results = {
         "command": command_line("lowbit_linear.py"),
         "environment": environment(device),
