@@ -295,6 +295,17 @@ def test_a_weight_that_is_not_finite_is_named_and_the_model_left_as_it_was(rank_
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_an_offloaded_dense_model_is_refused(dense, tmp_path):
+    dense("llama").save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places | {"lm_head": "cpu"}, offload_folder=tmp_path / "offload"
+    )
+    config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=RTN)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj is offloaded"):
+        hf_wsvd.compress(model, config)
+
+
 def test_a_layer_of_zeros_is_no_obstacle():
     model = build("llama")
     model.model.layers[0].mlp.up_proj.weight.data.zero_()

@@ -87,11 +87,21 @@ def lower_precision(
     Raises:
         ValueError: as `quantize_modules`, and for data that the model does not take.
     """
+    refuse_offload(model, config)
     check_weights(model, config)
     record = prepare(model, config, batches, statistics)
     quantize_modules(model, config)
     install_rotations(model, config)
     return record
+
+
+def refuse_offload(model: PreTrainedModel, config: WSVDConfig) -> None:
+    """Raise ValueError if a weight that is to be rounded is not at hand."""
+    offloaded = [name for name, module in chosen_linears(model, config).items() if module.weight.is_meta]
+    if offloaded:
+        raise ValueError(
+            f"{offloaded[0]} is offloaded and cannot be quantized: load the model with a device_map that fits"
+        )
 
 
 def quantized(module: nn.Linear | LatentProjection, config: WSVDConfig) -> QuantizedLinear | QuantizedLatentProjection:
