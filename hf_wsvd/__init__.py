@@ -23,7 +23,7 @@ from .image_tokens import image_tokens
 from .memory_report import MemoryReport, memory_report
 from .prefill import set_prefill_chunk
 from .quantizer import WSVDHfQuantizer, compress
-from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, WSVDConfig
+from .quantizer_config import CacheConfig, GuardMap, HeadGuardConfig, LowPrecisionConfig, WSVDConfig
 from .register import register_quantization
 from .verification import renew_self_check, verify
 from .version import __version__
@@ -38,6 +38,7 @@ __all__ = [
     "CacheConfig",
     "GuardMap",
     "HeadGuardConfig",
+    "LowPrecisionConfig",
     "MemoryEstimate",
     "MemoryReport",
     "WSVDCache",

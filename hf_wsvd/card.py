@@ -25,6 +25,7 @@ from .cache import model_cache_config
 from .decoder import decoder_attentions
 from .estimate import estimate_memory
 from .headguard.summary import guard_summary
+from .low_precision.convert import quantized_modules
 from .quantizer_config import CacheConfig, WSVDConfig
 from .self_check import self_check_of
 from .version import __version__
@@ -160,6 +161,8 @@ def model_card(
         cache=None if config.cache is None else json.dumps(packed_fields(config.cache)),
         image_tokens=config.storage is not None and config.storage.by_class,
         guards=guard_facts(config),
+        low_precision=None if config.low_precision is None else config.low_precision.summary(),
+        weight_bytes=weight_bytes(model),
         packed_tokens=PACKED_TOKENS,
         head_dim=" or ".join(map(str, config.decoder_shape["head_dim"])),
         k_ranks=describe_ranks(_cached_ranks(config.k_rank, config.key_layout)),
@@ -168,6 +171,14 @@ def model_card(
         self_check=self_check_of(model),
         versions={"hf_wsvd": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     )
+
+
+def weight_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes of the layers that are quantized, and of the same weights in the model's dtype."""
+    modules = quantized_modules(model).values()
+    held = sum(module.weight.nbytes + module.weight_scales.nbytes for module in modules)
+    whole = sum(len(module.weight) * module.in_features for module in modules) * model.dtype.itemsize
+    return {"held": held, "whole": whole}
 
 
 def packed_fields(cache: CacheConfig) -> dict[str, Any]:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
-from .targets import Target
 
-
-def check_checkpoint(files: list[str] | None, targets: list[Target]) -> None:
-    """Compare names and shapes in the safetensors headers with the factors that the config promises.
+def check_checkpoint(files: list[str] | None, modules: Mapping[str, nn.Module]) -> None:
+    """Compare names, shapes and dtypes in the safetensors headers with the modules that the config promises.
 
     transformers would fill missing tensors with random numbers; here a lost factor is an error.
 
+    Args:
+        modules: by name within the model those that are not as in a dense checkpoint, without values.
+
     Raises:
-        ValueError: a file that cannot be read (truncated, not safetensors), or a factor that is missing or of
-            another shape.
+        ValueError: a file that cannot be read (truncated, not safetensors), or a factor or quantized weight that is
+            missing, of another shape or of another kind of numbers.
     """
     if not files:
         return  # weights given as a state dict
@@ -30,20 +35,20 @@ def check_checkpoint(files: list[str] | None, targets: list[Target]) -> None:
                 f"{file} is not a readable safetensors file (truncated or corrupted?): {error}"
             ) from error
     wanted = {
-        f"{target.attention.side_name(side)}.{parameter}": tuple(tensor.shape)
-        for target in targets
-        for side, _, projection in target.sides()
-        for parameter, tensor in projection.named_parameters()
+        f"{name}.{parameter}": (tuple(tensor.shape), INTEGER_DTYPES.get(tensor.dtype, FLOAT_DTYPES))
+        for name, module in modules.items()
+        for parameter, tensor in module.named_parameters()
     }
     prefix = stored_prefix(held, next(iter(wanted), ""))
-    for name, shape in wanted.items():
+    for name, (shape, dtypes) in wanted.items():
         found, dtype = held.get(prefix + tail_of(name), (None, None))
-        if found != shape or dtype not in FLOAT_DTYPES:
+        if found != shape or dtype not in dtypes:
             state = "is missing" if found is None else f"has shape {found} and dtype {dtype}"
             raise ValueError(f"corrupted checkpoint: {name} of shape {shape} {state} in {', '.join(files)}")
 
 
 FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+INTEGER_DTYPES = {torch.int8: ("I8",), torch.uint8: ("U8",)}
 
 
 def tail_of(name: str) -> str:

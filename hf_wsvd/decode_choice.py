@@ -5,14 +5,13 @@ from __future__ import annotations
 from itertools import groupby
 
 import torch
-from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from .cache import model_cache_config
 from .cache_layers import StoredMixin
 from .call import WSVD_FUNCTIONS, key_norm_module
 from .decode_operands import norm_obstacle
-from .decoder import DecoderAttention, decoder_attentions
+from .decoder import DecoderAttention, decoder_attentions, decoder_of
 from .kernels import Choice, explain
 from .kernels.dispatch import DecodeStep, choose_for
 from .latent_layers import LatentMixin
@@ -72,13 +71,13 @@ def layer_choice(
         obstacle = f"no trial has shown that {type(module).__name__} can read packed keys and values"
     forms: tuple = ()
     if obstacle is None:
-        obstacle, forms = stored_forms(storage, attention, latent)
+        obstacle, forms = stored_forms(storage, attention, latent, decoder_of(model).dtype)
     norm = "none" if not latent else binding.layout.norm
     if obstacle is None and norm != "none":
         obstacle = norm_obstacle(norm, key_norm_module(module), binding)
     step = DecodeStep(
         device=module.k_proj.weight.device,
-        dtype=module.k_proj.weight.dtype,
+        dtype=decoder_of(model).dtype,
         query_tokens=1,
         query_heads=attention.heads * getattr(module, "num_key_value_groups", 1),
         heads=attention.heads,
@@ -111,20 +110,19 @@ def layer_storage(
 
 
 def stored_forms(
-    storage: LayerStorage, attention: DecoderAttention, latent: bool
+    storage: LayerStorage, attention: DecoderAttention, latent: bool, dtype: torch.dtype
 ) -> tuple[str | None, tuple[tuple[int, str, int, int], ...]]:
     """Why kernels cannot read a layer of this storage, and `DecodeStep.forms` where one run has all tokens."""
     forms = []
     for side in ("key", "value"):
-        projection: nn.Module = getattr(attention.module, f"{side[0]}_proj")
-        width = projection.width if latent else attention.head_dim
-        store = make_store(getattr(storage, side), side, attention.heads, width, projection.weight.dtype)
+        width = getattr(attention.module, f"{side[0]}_proj").width if latent else attention.head_dim
+        store = make_store(getattr(storage, side), side, attention.heads, width, dtype)
         obstacle = store.obstacle()
         if obstacle is not None:
             return obstacle, ()
         if storage.by_class:
             continue
-        store.append(torch.zeros(1, attention.heads, 1, width, dtype=projection.weight.dtype))
+        store.append(torch.zeros(1, attention.heads, 1, width, dtype=dtype))
         forms += [(run.stored.width, run.stored.code, run.stored.bits, run.stored.groups) for run in store.runs()]
     return None, tuple(forms) if len(forms) == 2 else ()
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .low_precision.latent import QuantizedLatentProjection
+from .low_precision.linear import QuantizedLinear
 from .modules import LatentProjection
+
+
+# Subclasses of Linear compute something else than `weight` says (quantized or scaled weights).
+PROJECTIONS = (nn.Linear, LatentProjection, QuantizedLinear, QuantizedLatentProjection)
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class DecoderAttention:
         if side != "q":
             return self.heads
         projection = getattr(self.module, "q_proj", None)
-        if type(projection) not in (nn.Linear, LatentProjection):
+        if type(projection) not in PROJECTIONS:
             return 0
         heads, rest = divmod(projection.out_features, self.head_dim)
         # Queries with a gate beside them (Qwen3-Next) are twice as wide as the heads that `o_proj` reads.
@@ -79,8 +85,7 @@ def decoder_attentions(model: PreTrainedModel) -> list[DecoderAttention]:
     found = []
     for name, module in decoder.named_modules():
         projections = [getattr(module, f"{side}_proj", None) for side in "kv"]
-        # Subclasses of Linear compute something else than `weight` says (quantized or scaled weights).
-        if not all(type(p) in (nn.Linear, LatentProjection) for p in projections):
+        if not all(type(projection) in PROJECTIONS for projection in projections):
             continue
         if getattr(module, "layer_idx", None) is None or getattr(module, "head_dim", None) is None:
             continue

@@ -13,7 +13,7 @@ from .cache import WSVDCache, cache_nbytes
 from .memory_report import MemoryReport, memory_report, stores_of
 from .meta_fill import fill
 from .meta_model import MetaModel
-from .quantizer_config import CacheConfig
+from .quantizer_config import CacheConfig, LowPrecisionConfig
 from .static_layers import PackedStaticMixin
 from .storage import Store
 
@@ -76,6 +76,7 @@ def estimate_memory(
     cache_config: CacheConfig | dict[str, Any] | None = None,
     max_cache_len: int | None = None,
     rank_ratio: float | None = None,
+    low_precision: LowPrecisionConfig | dict[str, Any] | None = None,
     dtype: torch.dtype | str | None = None,
     decoding: bool = False,
     image_tokens: int | None = None,
@@ -93,6 +94,7 @@ def estimate_memory(
         batch: sequences.
         bits, cache_config, fields, max_cache_len: as for `WSVDCache`.
         rank_ratio: what if a dense model were compressed to this share of `head_dim`.
+        low_precision: what if its weights were quantized so.
         dtype: of the weights; None: that of the model or config, else bfloat16.
         decoding: False: right after a prompt of `tokens`, when little memory is spare; True: after one of `tokens - 1`
             and a token more, with up to 1/64 spare for the next.
@@ -107,7 +109,7 @@ def estimate_memory(
         OSError: no config to be found.
     """
     check_counts(tokens, batch, max_cache_len, decoding)
-    meta = MetaModel(model, dtype=dtype, rank_ratio=rank_ratio, revision=revision)
+    meta = MetaModel(model, dtype=dtype, rank_ratio=rank_ratio, low_precision=low_precision, revision=revision)
     options = {"bits": bits, "cache_config": cache_config, "max_cache_len": max_cache_len, **fields}
     return estimate_on(meta, tokens, batch, decoding, options, image_tokens=image_tokens)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from .auto_class import auto_class_of
 from .call import key_norm_module
 from .decoder import decoder_attentions, decoder_of, decoder_shape
-from .quantizer_config import KeyLayout, WSVDConfig
+from .quantizer_config import KeyLayout, LowPrecisionConfig, WSVDConfig
 from .surgery import bind_all, insert_empty, unbind_all
 
 
@@ -25,6 +25,7 @@ class MetaModel:
         source: a loaded model (its config is taken, nothing else), a config, or a folder or Hub id of one.
         dtype: of the weights; None: that of the loaded model or the config, else bfloat16.
         rank_ratio: compress a dense model to latents of this share of `head_dim`, all of one rank.
+        low_precision: quantize a dense model's weights, with or without `rank_ratio`.
         revision: of a Hub repository.
 
     Attributes:
@@ -35,7 +36,7 @@ class MetaModel:
 
     Raises:
         ValueError: an encoder-decoder model, one that is neither a causal language model nor an image-text-to-text
-            model, or `rank_ratio` for a model that is compressed or cannot be.
+            model, or `rank_ratio` or `low_precision` for a model that is compressed or cannot be.
         OSError: no config where `source` points.
     """
 
@@ -45,6 +46,7 @@ class MetaModel:
         *,
         dtype: torch.dtype | str | None = None,
         rank_ratio: float | None = None,
+        low_precision: LowPrecisionConfig | dict[str, Any] | None = None,
         revision: str | None = None,
     ):
         if isinstance(source, str | os.PathLike):
@@ -58,10 +60,11 @@ class MetaModel:
         quantization = vars(config).pop("quantization_config", None)
         self.config = compressed_by(quantization)
         self.model = empty_model(source, config, self.dtype)
-        if rank_ratio is not None:
-            if quantization is not None:
-                raise ValueError(f"rank_ratio={rank_ratio} asks about a dense model; this one is quantized already")
-            self.config = uniform_config(self.model, rank_ratio)
+        for name, value in (("rank_ratio", rank_ratio), ("low_precision", low_precision)):
+            if value is not None and quantization is not None:
+                raise ValueError(f"{name}={value} asks about a dense model; this one is quantized already")
+        if rank_ratio is not None or low_precision is not None:
+            self.config = uniform_config(self.model, rank_ratio, low_precision)
         self._targets = insert_empty(self.model, self.config) if self.config is not None else []
         self.weights_bytes = None
         if quantization is None or self.config is not None:
@@ -109,16 +112,22 @@ def compressed_by(quantization: Any) -> WSVDConfig | None:
     return WSVDConfig(**quantization)
 
 
-def uniform_config(model: PreTrainedModel, rank_ratio: float) -> WSVDConfig:
+def uniform_config(
+    model: PreTrainedModel,
+    rank_ratio: float | None,
+    low_precision: LowPrecisionConfig | dict[str, Any] | None = None,
+) -> WSVDConfig:
     """What compressing `model` by `rank_ratio` would record, with equal ranks and the usual key layout.
 
     Layers without rotation count as if they had one: no weights, no experiment that would tell.
     """
-    config = WSVDConfig(rank_ratio=rank_ratio, rank_allocation="uniform", refinement="none")
+    config = WSVDConfig(
+        rank_ratio=rank_ratio, rank_allocation="uniform", refinement="none", low_precision=low_precision
+    )
     config.decoder_shape = decoder_shape(model)
     rotation = "halves" if any("rotary" in name for name, _ in decoder_of(model).named_modules()) else "none"
     config.key_layout = [None] * model.config.get_text_config(decoder=True).num_hidden_layers
-    for attention in decoder_attentions(model):
+    for attention in decoder_attentions(model) if config.compresses else ():
         norm = "none" if key_norm_module(attention.module) is None else "before"
         config.key_layout[attention.layer] = f"{norm}:{rotation}"
     return config

@@ -99,7 +99,7 @@ class LatentProjection(nn.Module):
 
     def latents(self, x: Tensor) -> Tensor:
         """`[B, S, in_features]` to `[B, S, heads, width]`."""
-        latent = F.linear(x, self.weight)
+        latent = self.down(x)
         if not self.full_heads:
             return latent.unflatten(-1, (self.heads, self.rank))
         rows = len(self.full_heads) * self.head_dim
@@ -108,6 +108,10 @@ class LatentProjection(nn.Module):
         if self.up is not None:
             padded[..., self.cut_heads, : self.rank] = latent[..., rows:].unflatten(-1, (-1, self.rank))
         return padded
+
+    def down(self, x: Tensor) -> Tensor:
+        """`[..., in_features]` to the stacked latents of all heads, `[..., rows of the down factor]`."""
+        return F.linear(x, self.weight)
 
     def expansion(self) -> Tensor | None:
         """What expands the latents, `[heads, head_dim, width]`: the identity for full heads. None: nothing does."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
@@ -18,6 +18,13 @@ from .card import base_model_on_hub
 from .checkpoint import check_checkpoint
 from .compat import restore_dtypes
 from .guarding import check_guards, refuse_statistics
+from .low_precision.convert import (
+    check_low_precision,
+    check_scales,
+    install_rotations,
+    quantized_modules,
+    remove_rotations,
+)
 from .model_class import install_methods, remove_methods
 from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
@@ -81,13 +88,14 @@ class WSVDHfQuantizer(HfQuantizer):
         refuse_distribution(model)
         if self.pre_quantized:
             self._targets = insert_empty(model, self.quantization_config)
-            check_checkpoint(checkpoint_files, self._targets)
+            check_checkpoint(checkpoint_files, exchanged_modules(model, self._targets))
             self.checkpoint_folder = os.path.dirname(checkpoint_files[0]) if checkpoint_files else None
             self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         elif not self._fitted:
             config = self.quantization_config
             targets(model, config)  # ranks and guards that do not fit fail before anything is read
             check_guards(model, config)
+            check_low_precision(model, config, config.calibration)
             refuse_statistics(config, config.calibration)
             statistics = given_statistics(config.calibration)
             if statistics is not None:
@@ -97,6 +105,9 @@ class WSVDHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             layouts = {i: KeyLayout.parse(text) for i, text in enumerate(self.quantization_config.key_layout)}
             restore_dtypes(model, self._dtypes)
+            check_scales(model)
+            if self.quantization_config.low_precision is not None:
+                install_rotations(model, self.quantization_config)
             bind_all(model, self._targets, layouts, self.quantization_config.storage)
             self._targets = self._dtypes = None
             load_self_check(model, self.checkpoint_folder)
@@ -114,6 +125,8 @@ class WSVDHfQuantizer(HfQuantizer):
         remove_methods(model)
         set_self_check(model, None)
         merge_all(model, getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype)
+        if self.quantization_config.low_precision is not None:
+            remove_rotations(model, self.quantization_config)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
@@ -133,6 +146,12 @@ class WSVDHfQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def exchanged_modules(model: PreTrainedModel, chosen: list[Target]) -> dict[str, nn.Module]:
+    """By name the modules that a compressed checkpoint holds in another form than a dense one."""
+    latent = {target.attention.side_name(side): module for target in chosen for side, _, module in target.sides()}
+    return latent | quantized_modules(model)
 
 
 def refuse_distribution(model: PreTrainedModel) -> None:

@@ -106,7 +106,7 @@ class Streaming:
             dense = recorded_dense_side(self.statistics, self.config.self_check)
         if dense is None and self.config.self_check != "none":
             warn_of_no_self_check(model, "the statistics hold no answers of the dense model")
-        settle(model, self.config, fit, dense, self.statistics.info)
+        settle(model, self.config, fit, dense, self.statistics)
 
 
 class Factorise(ConversionOps):

@@ -27,6 +27,13 @@ from .guarding import (
 )
 from .image_tokens import unwatch_image_tokens
 from .kernels.dispatch import kernels_can_run
+from .low_precision.convert import (
+    check_low_precision,
+    check_rotations,
+    dequantize_modules,
+    lower_precision,
+    quantize_modules,
+)
 from .modules import LatentProjection
 from .prefill import install_prefill_hook, remove_prefill_hook
 from .probe import probe_key_layouts
@@ -48,10 +55,11 @@ def fit_latents(
     """Calibrate (unless `statistics` are given, or a file of them), fit the factors, exchange the modules and bind.
 
     On success `config` holds what was done: ranks, key layouts, records of calibration and fit, decoder shape. After
-    a failure the model is as it was.
+    a failure the model is as it was, unless `lower_precision` was interrupted.
     """
     targets(model, config)  # before any long work
     check_guards(model, config)
+    check_low_precision(model, config, calibration if statistics is None else statistics)
     if not config.compresses:
         pack_dense(model, config, calibration if statistics is None else statistics, processor)
         return
@@ -67,7 +75,7 @@ def fit_latents(
     if statistics is None:
         if calibration is None:
             calibration = default_calibration(model, processor)
-        calibration = read_again(calibration) if needs_guard_data(config) else calibration
+        calibration = read_again(calibration) if needs_batches(config) else calibration
         statistics = collect_statistics(
             model,
             calibration,
@@ -78,12 +86,12 @@ def fit_latents(
     dense = None
     if config.self_check != "none":
         dense = recorded_dense_side(statistics, config.self_check) or measured_dense_side(model)
-    batches = calibration if needs_guard_data(config) else None
+    batches = calibration if needs_batches(config) else None
     if config.head_guard is not None and config.head_guard.scores_on == "dense":
         guard_heads(model, config, batches)
     with fitted(model, config, statistics) as fit:
         try:
-            settle(model, config, fit, dense, statistics.info, batches)
+            settle(model, config, fit, dense, statistics, batches)
         except BaseException:
             unbind_all(model)
             decoder_of(model).set_attn_implementation(implementation)
@@ -92,20 +100,31 @@ def fit_latents(
         fit.keep()
 
 
+def needs_batches(config: WSVDConfig) -> bool:
+    """Whether the model is run on calibration data after its statistics are known."""
+    return needs_guard_data(config) or (config.low_precision is not None and config.low_precision.needs_data)
+
+
 def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, processor: Any) -> None:
-    """A config without ranks: packed caches over dense keys and values, and the choice of guarded heads.
+    """A config without ranks: packed caches over dense keys and values, guarded heads, weights of low precision.
 
     Raises:
         ValueError: data or statistics that nothing is measured on, and as `select_heads`.
     """
     refuse_statistics(config, calibration)
-    if calibration is not None and (is_statistics(calibration) or not needs_guard_data(config)):
+    if calibration is not None and (is_statistics(calibration) or not needs_batches(config)):
         raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
-    if calibration is None and needs_guard_data(config):
+    if calibration is None and needs_batches(config):
         calibration = default_calibration(model, processor)
-    guard_heads(model, config, calibration)
+    batches, fit, dense = read_again(calibration), Fit([], {}), None
+    if config.low_precision is not None and config.self_check != "none":
+        dense = measured_dense_side(model)
+    guard_heads(model, config, batches)
     bind_all(model, [], {}, config.storage)
-    record(config, Fit([], {}), {}, decoder_shape(model), {})
+    if config.low_precision is not None:
+        fit.info["low_precision"] = lower_precision(model, config, batches)
+        attach_self_check(model, dense)
+    record(config, fit, {}, decoder_shape(model), {})
 
 
 def settle(
@@ -113,15 +132,15 @@ def settle(
     config: WSVDConfig,
     fit: Fit,
     dense: SelfCheck | None,
-    info: dict,
+    statistics: Statistics,
     batches: Iterable[Batch] | None = None,
 ) -> None:
     """All that follows once the factors stand in the model: key layouts, trial, binding, guards, self-check, record.
 
     Args:
         dense: the dense model's side of the self-check; None for a model that goes without.
-        info: what the statistics know of the calibration data.
-        batches: what guarded heads are measured on, where the config asks for any.
+        statistics: what the factors were fitted on.
+        batches: what guarded heads are measured on and low precision is prepared on, where the config asks for it.
     """
     attentions = [target.attention for target in fit.targets]
     layouts = probe_key_layouts(model, attentions)
@@ -133,9 +152,13 @@ def settle(
     guard_heads(model, config, batches)
     if config.keeps_full_rank:
         keep_full_rank(fit, config.guard_map)
+    if config.low_precision is not None:
+        bind_all(model, fit.targets, layouts, config.storage)  # what may fail does so before weights are rounded
+        bind_all(model, fit.targets, layouts)
+        fit.info["low_precision"] = lower_precision(model, config, batches, statistics)
     attach_self_check(model, dense)
     bind_all(model, fit.targets, layouts, config.storage)
-    record(config, fit, layouts, decoder_shape(model), info)
+    record(config, fit, layouts, decoder_shape(model), statistics.info)
 
 
 def record(config: WSVDConfig, fit: Fit, layouts: dict[int, KeyLayout | None], shape: dict, info: dict) -> None:
@@ -184,6 +207,9 @@ def insert_empty(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
                 dtype=linear.weight.dtype,
             )
             setattr(target.attention.module, f"{side}_proj", projection)
+    if config.low_precision is not None:
+        check_rotations(model, config)
+        quantize_modules(model, config)
     return chosen
 
 
@@ -294,19 +320,20 @@ def unbind_all(model: PreTrainedModel) -> None:
 
 
 def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Turn a compressed model into a plain dense one with the weights `U_h D_h`."""
+    """Turn a compressed model into a plain dense one with the weights `U_h D_h`, and without integers."""
+    dtype = model.dtype if dtype is None else dtype
     decoder = decoder_of(model)
     base = "eager" if decoder.config._attn_implementation == "wsvd_eager" else "sdpa"
     unbind_all(model)
     remove_prefill_hook(model)
     unwatch_image_tokens(model)
+    dequantize_modules(model, dtype)
     for attention in decoder_attentions(model):
         if not isinstance(attention.module.k_proj, LatentProjection):
             continue
         for side in "qkv":
             projection = getattr(attention.module, f"{side}_proj", None)
             if isinstance(projection, LatentProjection):
-                merged = projection.merged()
-                setattr(attention.module, f"{side}_proj", merged if dtype is None else merged.to(dtype))
+                setattr(attention.module, f"{side}_proj", projection.merged().to(dtype))
     if decoder.config._attn_implementation in ("wsvd", "wsvd_eager"):
         decoder.set_attn_implementation(base)

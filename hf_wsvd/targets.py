@@ -41,14 +41,14 @@ def targets(model: PreTrainedModel, config: WSVDConfig) -> list[Target]:
     A projection that the config leaves alone beside a compressed one takes rank `head_dim`: its latent is the dense
     head itself, and nothing is lost. A layer with K and V left alone is no target.
 
-    A config without any rank, for its `cache` alone, has no targets.
+    A config without any rank, for its `cache` or `low_precision` alone, has no targets.
 
     Raises:
         ValueError: nothing to convert, ranks and layer numbers that do not fit the model, or queries to cut that are
             no plain linear layer.
     """
     attentions = decoder_attentions(model)
-    if config.cache is not None and not config.compresses:
+    if not config.compresses and (config.cache is not None or config.low_precision is not None):
         return []
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     head_dims: list[int | None] = [None] * layers

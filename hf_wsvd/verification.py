@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .attention import bound_layers
 from .calibration.answers import divergences
 from .calibration.data import validate_batches
+from .low_precision.convert import quantized_modules
 from .self_check import (
     PARTS,
     Distance,
@@ -154,7 +155,8 @@ def renew_self_check(model: PreTrainedModel) -> SelfCheck:
 
 def _required(model: PreTrainedModel, function: str) -> SelfCheck:
     """The model's self-check, with inputs that its forward takes."""
-    if not isinstance(model, PreTrainedModel) or not bound_layers(model):
+    compressed = isinstance(model, PreTrainedModel) and (bound_layers(model) or quantized_modules(model))
+    if not compressed:
         raise ValueError(f"{function}: {type(model).__name__} holds no layer compressed by hf_wsvd")
     check = obtain_self_check(model)
     if check is None:

@@ -23,9 +23,10 @@ from .checks import (
 from .guard_map import GuardMap
 from .head_guard_config import HeadGuardConfig
 from .layout import KeyLayout
+from .low_precision_config import LowPrecisionConfig
 
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 METHODS = ("svd", "asvd", "svd_llm", "wsvd")
 RANK_ALLOCATIONS = ("uniform", "gradient")
@@ -87,6 +88,8 @@ class WSVDConfig(QuantizationConfigMixin):
         head_guard: A `HeadGuardConfig` (or a dict of its fields): some KV heads keep more bits than `cache` gives
             (HeadGuard, arXiv 2609.35800). The fit chooses them, on `calibration`, and writes its `guard_map`; with
             one, it may be given anew when a checkpoint is loaded, together with `cache`.
+        low_precision: A `LowPrecisionConfig` (or a dict of its fields): the decoder's weights, and the activations
+            that they are multiplied with, in 8 or 4 bits. `None` keeps the model's dtype. With or without ranks.
         k_full_heads, v_full_heads: Per decoder layer, the KV heads that keep their full rank beside heads that are
             cut, for `head_guard` with rank "full"; written by the fit.
         calibration: Model-input dicts (or one dict, or any iterable of them) to calibrate on when a dense checkpoint
@@ -132,6 +135,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self_check: str = "calibration",
         cache: CacheConfig | dict[str, Any] | None = None,
         head_guard: HeadGuardConfig | dict[str, Any] | None = None,
+        low_precision: LowPrecisionConfig | dict[str, Any] | None = None,
         calibration: Any = None,
         calibration_info: dict[str, Any] | None = None,
         fit_info: dict[str, Any] | None = None,
@@ -167,6 +171,7 @@ class WSVDConfig(QuantizationConfigMixin):
         self.self_check = self_check
         self.cache = cache
         self.head_guard = head_guard
+        self.low_precision = low_precision
         self.calibration = calibration
         self.calibration_info = calibration_info
         self.fit_info = fit_info
@@ -216,6 +221,9 @@ class WSVDConfig(QuantizationConfigMixin):
         self._refuse_paths()
         self.cache = CacheConfig.parse(self.cache)
         self._settle_head_guard()
+        if self.low_precision is not None and not isinstance(self.low_precision, LowPrecisionConfig | dict):
+            fail("low_precision", self.low_precision, "a LowPrecisionConfig, a dict of its fields, or None")
+        self.low_precision = LowPrecisionConfig.parse(self.low_precision)
         check_names("modules_to_not_convert", self.modules_to_not_convert)
         layers = self.layers_to_not_convert
         if layers is not None:
@@ -294,7 +302,7 @@ class WSVDConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe fields; the calibration data stay in memory."""
         fields = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "calibration"})
-        for name in ("cache", "head_guard"):
+        for name in ("cache", "head_guard", "low_precision"):
             fields[name] = None if fields[name] is None else fields[name].to_dict()
         return fields
 
@@ -319,7 +327,7 @@ class WSVDConfig(QuantizationConfigMixin):
 
     @property
     def compresses(self) -> bool:
-        """Whether any rank or ratio is given; if none is, `cache` alone applies, to keys and values as they are."""
+        """Whether any rank or ratio is given; if none is, `cache` and `low_precision` alone apply, to whole heads."""
         names = ("rank_ratio", "k_rank_ratio", "v_rank_ratio", "k_rank", "v_rank", "q_rank_ratio", "q_rank")
         values = [getattr(self, name) for name in names]
         return any(entry is not None for value in values for entry in (value if isinstance(value, list) else [value]))

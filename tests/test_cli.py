@@ -90,6 +90,24 @@ def test_ranks_are_allocated_and_factors_refined_unless_told_otherwise(models, t
     assert "--refinement-steps are those of the distillation" in error_of(capsys, arguments)
 
 
+def test_weights_of_few_bits(models, tmp_path, capsys):
+    low_precision = ["--weight-bits", "4", "--activation-bits", "16", "--low-precision-method", "rtn"]
+    assert run(["compress", str(models / "text"), "-o", str(tmp_path), *low_precision, *FAST]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.uint8
+    capsys.readouterr()
+    assert run(["inspect", str(tmp_path)]) == 0
+    assert "weights of 4 bits with scales of groups, activations in the model's dtype" in capsys.readouterr().out
+    sizes = {}
+    for bits in ("8", "4"):
+        assert run(["estimate", str(models / "text"), "--tokens", "64", "--weight-bits", bits, "--json"]) == 0
+        (row,) = json.loads(capsys.readouterr().out)["settings"]
+        assert row["setting"].endswith(f"weights {bits} bit")
+        sizes[bits] = row["weights_bytes"]
+    assert sizes["4"] < sizes["8"] < sum(p.nbytes for p in tiny_llama().parameters())
+    assert "4 bits" in (tmp_path / "README.md").read_text()
+
+
 def test_dtype_is_kept_or_chosen(models, tmp_path):
     assert run(["compress", str(models / "text"), "-o", str(tmp_path / "out"), "--dtype", "bfloat16", *FAST]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
@@ -143,6 +161,8 @@ def test_calibration_rows_with_images(models, tmp_path):
         (["compress", "{text}"], "--output-dir"),
         (["compress", "{text}", "-o", "{new}", "--rank-ratio", "1.5"], "rank_ratio"),
         (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "'--rank-ratio'"),
+        (["compress", "{text}", "-o", "{new}", "--weight-bits", "3"], "weight_bits=3 is not allowed"),
+        (["compress", "{text}", "-o", "{new}", "--activation-bits", "8"], "--activation-bits needs --weight-bits"),
         (["compress", "{text}", "-o", "{new}", "--k-rank", "17"], "head_dim = 16"),
         (["compress", "{text}", "-o", "{new}", "--dtype", "int8"], "--dtype must be one of"),
         (["compress", "{text}", "-o", "{new}", "--device", "quantum"], "--device quantum"),

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers import AutoQuantizationConfig
 
-from hf_wsvd import CacheConfig, WSVDConfig
+from hf_wsvd import CacheConfig, LowPrecisionConfig, WSVDConfig
 from hf_wsvd.quantizer_config import FORMAT_VERSION, GuardMap, HeadGuardConfig, KeyLayout
 
 
@@ -51,6 +51,7 @@ ACCEPTED = [
     {"self_check": "probe"},
     {"cache": CacheConfig(bits=4, layers={0: {"bits": 8}})},
     {"cache": CacheConfig(bits=4), "head_guard": HeadGuardConfig(fraction=0.25, selector="random", protect="kv")},
+    {"low_precision": LowPrecisionConfig(weight_bits=4, activation_bits=16, group_size=64, method="rtn")},
     {"k_full_heads": [[1], None, [0, 3]]},
     {"v_full_heads": [None, [0]]},
     {"fit_info": {"predicted_loss": 0.5}},
@@ -90,6 +91,7 @@ REFUSED = [
         ("head_guard", value, "a HeadGuardConfig, a GuardMap, a dict of fields, or None")
         for value in (0.1, "kv", [0.1])
     ],
+    *[("low_precision", value, "a LowPrecisionConfig, a dict of its fields, or None") for value in (8, "w8a8", [8])],
     *[("k_full_heads", value, "sorted heads") for value in (1, "1", [1], [[2, 1]], [[-1]], [[1, 1]], [[True]])],
     ("v_full_heads", {"0": [1]}, "sorted heads"),
     *[("fit_info", value, "a dict") for value in ([], "text", 3)],

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..decoder import decoder_attentions, decoder_shape, evaluation_mode
+from ..low_precision.linear import QuantizedWeight
 from ..modules import LatentProjection
 from .answers import Answered, counted_positions, log_probabilities_of, most_likely, placeholder_ids
 from .batches import BESIDE_INPUTS, IGNORED, Batch
@@ -29,6 +30,8 @@ from .sums import Sums
 
 logger = logging.get_logger("hf_wsvd")
 
+COMPRESSED = (LatentProjection, QuantizedWeight)
+
 
 class Collector:
     """Hooks on a dense model that add up statistics while batches run through it."""
@@ -38,7 +41,7 @@ class Collector:
         self.attentions = decoder_attentions(model)
         if not self.attentions:
             raise ValueError(f"{type(model).__name__} has no attention with separate k_proj and v_proj to calibrate")
-        compressed = [a.side_name("k") for a in self.attentions if isinstance(a.module.k_proj, LatentProjection)]
+        compressed = [a.side_name("k") for a in self.attentions if isinstance(a.module.k_proj, COMPRESSED)]
         if compressed:
             raise ValueError(f"{compressed[0]} is low-rank already: statistics are those of the dense model")
         if torch.is_inference_mode_enabled():

@@ -12,7 +12,14 @@ from ..calibration import load_statistics
 from ..evaluate.cache_size import cache_size
 from ..files import check_output, replaced_folder
 from ..quantizer import compress as compress_model
-from ..quantizer_config import METHODS, CacheConfig, HeadGuardConfig, WSVDConfig
+from ..quantizer_config import (
+    LOW_PRECISION_METHODS,
+    METHODS,
+    CacheConfig,
+    HeadGuardConfig,
+    LowPrecisionConfig,
+    WSVDConfig,
+)
 from .dataset_options import (
     Dataset,
     DatasetName,
@@ -59,6 +66,15 @@ def compress(
     ] = None,
     selector: Annotated[str | None, typer.Option(help="With --head-guard: what ranks the heads; headguard.")] = None,
     protect: Annotated[str | None, typer.Option(help="With --head-guard: k (keys) or kv (and values); k.")] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="Bits of the decoder's weights: 8 or 4; the model's own dtype.")
+    ] = None,
+    activation_bits: Annotated[
+        int | None, typer.Option(help="With --weight-bits: bits of what they are multiplied with, 16, 8 or 4; 8.")
+    ] = None,
+    low_precision_method: Annotated[
+        str | None, typer.Option(help=f"With --weight-bits: {', '.join(LOW_PRECISION_METHODS)}; wsvd_qat.")
+    ] = None,
     calibration: Annotated[
         Path | None, typer.Option(help="Statistics of `hf-wsvd calibrate`, in place of a data set.")
     ] = None,
@@ -97,6 +113,7 @@ def compress(
         latent_rotation=latent_rotation,
         cache=None if bits is None else CacheConfig(bits=bits),
         head_guard=guard_config(head_guard, selector, protect, seed),
+        low_precision=low_precision_config(weight_bits, activation_bits, low_precision_method),
         seed=seed,
         self_check=self_check,
         **({} if refinement_steps is None else {"refinement_steps": refinement_steps}),
@@ -142,6 +159,20 @@ def guard_config(
         return HeadGuardConfig(fraction=fraction, seed=seed if selector == "random" else 0, **given)
     if given:
         raise ValueError(f"{', '.join(f'--{name}' for name in given)} needs --head-guard")
+    return None
+
+
+def low_precision_config(
+    weight_bits: int | None, activation_bits: int | None, method: str | None
+) -> LowPrecisionConfig | None:
+    """What `--weight-bits` asks for; ValueError for options that say nothing without it."""
+    given = {"activation_bits": activation_bits, "method": method}
+    given = {name: value for name, value in given.items() if value is not None}
+    if weight_bits is not None:
+        return LowPrecisionConfig(weight_bits=weight_bits, **given)
+    if given:
+        options = {"activation_bits": "--activation-bits", "method": "--low-precision-method"}
+        raise ValueError(f"{', '.join(options[name] for name in given)} needs --weight-bits")
     return None
 
 

@@ -10,7 +10,7 @@ from ..decoder import decoder_attentions
 from ..estimate import MemoryEstimate, check_counts, dense_bytes, estimate_on, human_bytes
 from ..evaluate.tables import text_table
 from ..meta_model import MetaModel
-from ..quantizer_config import CacheConfig
+from ..quantizer_config import CacheConfig, LowPrecisionConfig
 from .compress import DTYPES
 
 
@@ -32,6 +32,9 @@ def estimate(
     residual_length: Annotated[int | None, typer.Option(help="Newest tokens kept in the model's dtype.")] = None,
     rank_ratio: Annotated[
         float | None, typer.Option(help="What if the dense model were compressed to this share of every head.")
+    ] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="What if the dense model's weights were quantized to 8 or 4 bits.")
     ] = None,
     decoding: Annotated[
         bool, typer.Option("--decoding", help="After the next token, with the memory spare for more.")
@@ -59,11 +62,15 @@ def estimate(
     CacheConfig.parse(fields)  # before any work
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
     meta = MetaModel(config, dtype=dtype)
+    asked: dict[str, Any] = {} if rank_ratio is None else {"rank_ratio": rank_ratio}
+    if weight_bits is not None:  # neither activations nor the method take memory
+        asked["low_precision"] = LowPrecisionConfig(weight_bits=weight_bits, method="rtn")
     notes = length_notes(config, tokens)
     settings: dict[str, tuple[MetaModel, dict[str, Any]]]
-    if fields or rank_ratio is not None:
-        chosen = meta if rank_ratio is None else MetaModel(config, dtype=dtype, rank_ratio=rank_ratio)
-        settings = {name_of(chosen, fields, rank_ratio): (chosen, fields)}
+    if fields or asked:
+        chosen = MetaModel(config, dtype=dtype, **asked) if asked else meta
+        weights = "" if weight_bits is None else f", weights {weight_bits} bit"
+        settings = {name_of(chosen, fields, rank_ratio) + weights: (chosen, fields)}
     else:
         settings = usual_settings(config, meta, dtype)
     dense = dense_bytes(meta, tokens, batch, decoding)

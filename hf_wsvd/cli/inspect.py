@@ -179,6 +179,9 @@ def text(description: dict[str, Any]) -> str:
     if packed is not None and description["head_guard"] is not None:
         lines += ["", "guarded heads"]
         lines += [f"  {printable(line)}" for line in guard_lines(WSVDConfig(**quantization).guard_map)]
+    low_precision = WSVDConfig(**quantization).low_precision
+    if low_precision is not None:
+        lines += ["", "low precision", f"  {low_precision.summary()}"]
     lines += ["", "fit", *(f"  {line}" for line in fit_lines(quantization))]
     info = quantization.get("calibration_info") or {}
     lines += ["", "calibration"]
