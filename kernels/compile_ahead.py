@@ -33,6 +33,7 @@ SPILL = re.compile(r"^\s+/\*(\w+)\*/\s+(?:@\S+\s+)?(?:STL|LDL)\b", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(.*)", re.MULTILINE)
 JUMP = re.compile(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)")
 FEW_REGISTERS = 96  # a program of 16 warps could have 128
+RARE = 64  # a loop that reads back one number in so many instructions is not slower for it
 COVERED = 90  # the architecture for which a quick check covers all types and constants
 
 
@@ -42,7 +43,7 @@ class Resources(NamedTuple):
     Attributes:
         registers: of a thread.
         spills: instructions that write registers to a thread's own memory or read them back; where warps of a program
-            part, those in loops alone, as what is handed over to them is put there once. A stack frame alone is
+            part, those of loops that have many, as what is handed over is put there once. A stack frame alone is
             no spill: calls of the division that rounds right have one, and mostly leave it untouched.
         shared: bytes of shared memory.
     """
@@ -124,12 +125,14 @@ def _spills(code: str) -> int:
     if not handovers:
         return len(spilling)
     jumps = [(int(match[1], 16), address) for address, text in instructions if (match := JUMP.search(text))]
-    loops = [
-        (start, end)
-        for start, end in jumps
-        if start <= end and not any(start <= address <= end for address in handovers)
-    ]
-    return sum(any(start <= address <= end for start, end in loops) for address in spilling)
+    counted: set[int] = set()
+    for start, end in jumps:
+        if start > end or any(start <= address <= end for address in handovers):
+            continue
+        inside = {address for address in spilling if start <= address <= end}
+        if len(inside) * RARE > sum(start <= address <= end for address, _ in instructions):
+            counted |= inside
+    return len(counted)
 
 
 def _cuobjdump(option: str, path: Path) -> str:

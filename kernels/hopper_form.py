@@ -11,7 +11,7 @@ from .tiles import AnyTile
 
 
 SHARED_MEMORY = 227 << 10  # of a program on compute capability 9.0
-SCRATCH = 3 << 9  # bytes for what moves between threads, and for barriers
+SCRATCH = 6 << 10  # bytes for what moves between threads, and for barriers
 TILE_TOKENS = {"position_query": 128, "tile_reconstruction": 64}
 PADDED_RANKS = (32, 64, 128)  # fewer forms to compile than there are ranks
 SMALLEST_OPERAND = 64  # rows of a left operand on tensor cores: values of tile reconstruction
@@ -105,6 +105,9 @@ def tile_constants(kernel: str, form: Form, tile: AnyTile, heads: int) -> dict[s
     if kernel == "position_query":
         together = math.gcd(tile.heads, heads)
         stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, 1)
+        if stages < 2 and together > 1:  # two stages of one head are faster than one of two
+            together = 1
+            stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, 1)
         return {"HEADS": together, "STAGES": stages, "ROW_STAGES": rows}
     groups = min(tile.groups, form.most_groups)
     together = math.gcd(tile.heads, heads)

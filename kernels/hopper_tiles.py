@@ -54,55 +54,58 @@ class Form:
 class Tiles:
     """Stages of shared memory, each with a barrier that says it is full and one that says it is free.
 
+    Few allocations: each takes a register of every thread that is handed it.
+
     Attributes:
         key, value: `[STAGES, tokens, bytes or width]`.
         key_scales, value_scales: `[STAGES, tokens]`.
-        full, free: of these four.
-        cos, sin: `[ROW_STAGES, tokens, HEAD_DIM / 2]`.
-        rows_full, rows_free: of these two.
+        rows: `[2 ROW_STAGES, tokens, HEAD_DIM / 2]`, cosines and sines in turn.
+        barriers: of the stages of the first four, full and then free; of the stages of rows, full and then free.
     """
 
     key: gl.shared_memory_descriptor
     value: gl.shared_memory_descriptor
     key_scales: gl.shared_memory_descriptor
     value_scales: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    free: gl.shared_memory_descriptor
-    cos: gl.shared_memory_descriptor
-    sin: gl.shared_memory_descriptor
-    rows_full: gl.shared_memory_descriptor
-    rows_free: gl.shared_memory_descriptor
+    rows: gl.shared_memory_descriptor
+    barriers: gl.shared_memory_descriptor
     STAGES: gl.constexpr
     ROW_STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        key,
-        value,
-        key_scales,
-        value_scales,
-        full,
-        free,
-        cos,
-        sin,
-        rows_full,
-        rows_free,
-        STAGES,
-        ROW_STAGES,
-    ):
+    def __init__(self, key, value, key_scales, value_scales, rows, barriers, STAGES, ROW_STAGES):
         self.key = key
         self.value = value
         self.key_scales = key_scales
         self.value_scales = value_scales
-        self.full = full
-        self.free = free
-        self.cos = cos
-        self.sin = sin
-        self.rows_full = rows_full
-        self.rows_free = rows_free
+        self.rows = rows
+        self.barriers = barriers
         self.STAGES = gl.constexpr(STAGES)
         self.ROW_STAGES = gl.constexpr(ROW_STAGES)
+
+    @gluon.jit
+    def full(self, stage):
+        return self.barriers.index(stage)
+
+    @gluon.jit
+    def free(self, stage):
+        return self.barriers.index(self.STAGES + stage)
+
+    @gluon.jit
+    def rows_full(self, stage):
+        return self.barriers.index(2 * self.STAGES + stage)
+
+    @gluon.jit
+    def rows_free(self, stage):
+        return self.barriers.index(2 * self.STAGES + self.ROW_STAGES + stage)
+
+    @gluon.jit
+    def cos(self, stage):
+        return self.rows.index(2 * stage)
+
+    @gluon.jit
+    def sin(self, stage):
+        return self.rows.index(2 * stage + 1)
 
 
 @gluon.jit
@@ -112,37 +115,33 @@ def allocate_tiles(
     key_scales,
     value_scales,
     cos,
-    sin,
     READERS: gl.constexpr,
     ROW_READERS: gl.constexpr,
     STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr,
 ):
-    """Shared memory for blocks of these descriptors; `READERS` groups of warps give each stage back."""
+    """Shared memory for blocks of these descriptors, that of sines as that of cosines.
+
+    Args:
+        READERS, ROW_READERS: groups of warps that give back each stage of keys and values, and of rows.
+    """
     TILE: gl.constexpr = cos.block_type.shape[0]
     HALF: gl.constexpr = cos.block_type.shape[1]
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    rows_full = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
-    rows_free = gl.allocate_shared_memory(gl.int64, [ROW_STAGES, 1], BARRIER)
+    ALL_STAGES: gl.constexpr = STAGES + ROW_STAGES
+    barriers = gl.allocate_shared_memory(gl.int64, [2 * ALL_STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=READERS)
+        mbarrier.init(barriers.index(stage), count=1)
+        mbarrier.init(barriers.index(STAGES + stage), count=READERS)
     for stage in gl.static_range(ROW_STAGES):
-        mbarrier.init(rows_full.index(stage), count=1)
-        mbarrier.init(rows_free.index(stage), count=ROW_READERS)
+        mbarrier.init(barriers.index(2 * STAGES + stage), count=1)
+        mbarrier.init(barriers.index(2 * STAGES + ROW_STAGES + stage), count=ROW_READERS)
     return Tiles(
         gl.allocate_shared_memory(key.dtype, [STAGES, TILE, key.block_type.shape[1]], key.layout),
         gl.allocate_shared_memory(value.dtype, [STAGES, TILE, value.block_type.shape[1]], value.layout),
         gl.allocate_shared_memory(key_scales.dtype, [STAGES, TILE], key_scales.layout),
         gl.allocate_shared_memory(value_scales.dtype, [STAGES, TILE], value_scales.layout),
-        full,
-        free,
-        gl.allocate_shared_memory(cos.dtype, [ROW_STAGES, TILE, HALF], cos.layout),
-        gl.allocate_shared_memory(sin.dtype, [ROW_STAGES, TILE, HALF], sin.layout),
-        rows_full,
-        rows_free,
+        gl.allocate_shared_memory(cos.dtype, [2 * ROW_STAGES, TILE, HALF], cos.layout),
+        barriers,
         STAGES,
         ROW_STAGES,
     )
@@ -206,15 +205,15 @@ def load_tiles(
     item = 0
     for tile in range((count + TILE - 1) // TILE):
         row_stage = tile % tiles.ROW_STAGES
-        ready = tiles.rows_full.index(row_stage)
-        mbarrier.wait(tiles.rows_free.index(row_stage), ((tile // tiles.ROW_STAGES) & 1) ^ 1)
+        ready = tiles.rows_full(row_stage)
+        mbarrier.wait(tiles.rows_free(row_stage), ((tile // tiles.ROW_STAGES) & 1) ^ 1)
         mbarrier.expect(ready, ROW_BYTES)
-        copy_tile(cos, [row + tile * TILE, 0], ready, tiles.cos.index(row_stage))
-        copy_tile(sin, [row + tile * TILE, 0], ready, tiles.sin.index(row_stage))
+        copy_tile(cos, [row + tile * TILE, 0], ready, tiles.cos(row_stage))
+        copy_tile(sin, [row + tile * TILE, 0], ready, tiles.sin(row_stage))
         for head in gl.static_range(HEADS):
             stage = item % tiles.STAGES
-            ready = tiles.full.index(stage)
-            mbarrier.wait(tiles.free.index(stage), ((item // tiles.STAGES) & 1) ^ 1)
+            ready = tiles.full(stage)
+            mbarrier.wait(tiles.free(stage), ((item // tiles.STAGES) & 1) ^ 1)
             mbarrier.expect(ready, BYTES)
             key_first = key_row + head * key_head_rows + tile * TILE
             value_first = value_row + head * value_head_rows + tile * TILE

@@ -130,7 +130,7 @@ def position_query_kernel(
     HIDING: gl.constexpr = mask is not None or starts is not None
     form = Form(HEAD_DIM, KEY_RANK, VALUE_RANK, KEY_BITS, VALUE_BITS, KEY_SCALES, VALUE_SCALES)
     start, count, hidden = seen_slots(lengths, starts, batch, slots, first, split * split_tokens, split_tokens, TILE)
-    tiles = allocate_tiles(key, value, key_scales, value_scales, cos, sin, 2, 2, STAGES, ROW_STAGES)
+    tiles = allocate_tiles(key, value, key_scales, value_scales, cos, 2, 2, STAGES, ROW_STAGES)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, KEY_RANK], ROW_TYPE)
     cos_weights = gl.allocate_shared_memory(ROW_TYPE, [HEADS, HALF, KEY_RANK], WEIGHTS)
     sin_weights = gl.allocate_shared_memory(ROW_TYPE, [HEADS, HALF, KEY_RANK], WEIGHTS)
@@ -279,10 +279,10 @@ def attend_tile(
     if mask is not None:
         inside &= gl.load(mask + tile * 128 + 64 * WHICH + token, mask=readable, other=0) != 0
     row_stage = tile % tiles.ROW_STAGES
-    mbarrier.wait(tiles.rows_full.index(row_stage), (tile // tiles.ROW_STAGES) & 1)
-    cos = tiles.cos.index(row_stage).slice(64 * WHICH, 64).load(ROW_OPERAND)
-    sin = tiles.sin.index(row_stage).slice(64 * WHICH, 64).load(ROW_OPERAND)
-    release(tiles.rows_free.index(row_stage))
+    mbarrier.wait(tiles.rows_full(row_stage), (tile // tiles.ROW_STAGES) & 1)
+    cos = tiles.cos(row_stage).slice(64 * WHICH, 64).load(ROW_OPERAND)
+    sin = tiles.sin(row_stage).slice(64 * WHICH, 64).load(ROW_OPERAND)
+    release(tiles.rows_free(row_stage))
     # fmt: off
     sums0, cos, sin = attend_head(WHICH, tile * HEADS, readable, inside, cos, sin, cos_weights.index(0),
                                   sin_weights.index(0), tiles, sums0, form, PRODUCT, VALUES, MASKED)
@@ -334,7 +334,7 @@ def attend_head(
     product = warpgroup_mma(cos, cos_weights, product, use_acc=False, is_async=True)
     product = warpgroup_mma(sin, sin_weights, product, is_async=True)
     stage = item % tiles.STAGES
-    mbarrier.wait(tiles.full.index(stage), (item // tiles.STAGES) & 1)
+    mbarrier.wait(tiles.full(stage), (item // tiles.STAGES) & 1)
     key = tiles.key.index(stage).slice(64 * WHICH, 64).load(KEYS)
     value = tiles.value.index(stage).slice(64 * WHICH, 64).load(VALUES)
     if form.KEY_SCALES > 0:
@@ -347,7 +347,7 @@ def attend_head(
         value_scale, value_zero = scales_and_zeros(
             tiles.value_scales.index(stage).slice(64 * WHICH, 64), form.VALUE_SCALES, TOKENS
         )
-    release(tiles.free.index(stage))
+    release(tiles.free(stage))
     product, cos, sin = warpgroup_mma_wait(0, deps=[product, cos, sin])
     scores = gl.convert_layout(key_scores(product, key, key_scale, key_zero, form), TOKENS)
     if MASKED:

@@ -41,27 +41,21 @@ class Operands:
         query: `[HEADS HEAD_DIM / CHUNK, QUERIES, CHUNK]`.
         bias: fp32 `[HEADS HEAD_DIM / CHUNK, CHUNK]`, of keys.
         norm: fp32 `[HEAD_DIM / CHUNK, CHUNK]`, factors of a norm before the rotation.
-        weights: `[GROUPS, QUERIES, 64]`, of the tokens of a group of warps.
-        floats: `[GROUPS, 64, VALUE_RANK]`, their values decoded; something else for 16 bits.
-        prepared: a barrier that says that the first four are there.
+        prepared: a barrier that says that all of these are there.
     """
 
     up: gl.shared_memory_descriptor
     query: gl.shared_memory_descriptor
     bias: gl.shared_memory_descriptor
     norm: gl.shared_memory_descriptor
-    weights: gl.shared_memory_descriptor
-    floats: gl.shared_memory_descriptor
     prepared: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, up, query, bias, norm, weights, floats, prepared):
+    def __init__(self, up, query, bias, norm, prepared):
         self.up = up
         self.query = query
         self.bias = bias
         self.norm = norm
-        self.weights = weights
-        self.floats = floats
         self.prepared = prepared
 
 
@@ -165,7 +159,7 @@ def tile_reconstruction_kernel(
     form = Form(HEAD_DIM, KEY_RANK, VALUE_RANK, KEY_BITS, VALUE_BITS, KEY_SCALES, VALUE_SCALES)
     work = Work(GROUP, QUERIES, GROUPS, HEADS, CHUNK, key_bias is not None, NORM)
     start, count, hidden = seen_slots(lengths, starts, batch, slots, first, split * split_tokens, split_tokens, TILE)
-    tiles = allocate_tiles(key, value, key_scales, value_scales, cos, sin, 1, HEADS, STAGES, ROW_STAGES)
+    tiles = allocate_tiles(key, value, key_scales, value_scales, cos, 1, HEADS, STAGES, ROW_STAGES)
     operands = allocate_operands(cos.dtype, form, work)
 
     query += batch.to(gl.int64) * query_batch_stride
@@ -231,24 +225,18 @@ def allocate_operands(ROW_TYPE: gl.constexpr, form, work):
     PARTS: gl.constexpr = form.HEAD_DIM // work.CHUNK
     UP: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.CHUNK, form.KEY_RANK], ROW_TYPE)
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.QUERIES, work.CHUNK], ROW_TYPE)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([work.QUERIES, 64], ROW_TYPE)
-    FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, form.VALUE_RANK], ROW_TYPE)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     up = gl.allocate_shared_memory(ROW_TYPE, [work.HEADS * PARTS, work.CHUNK, form.KEY_RANK], UP)
     query = gl.allocate_shared_memory(ROW_TYPE, [work.HEADS * PARTS, work.QUERIES, work.CHUNK], QUERY)
-    weights = gl.allocate_shared_memory(ROW_TYPE, [work.GROUPS, work.QUERIES, 64], WEIGHTS)
-    floats = weights
-    if form.VALUE_BITS < 16:
-        floats = gl.allocate_shared_memory(ROW_TYPE, [work.GROUPS, 64, form.VALUE_RANK], FLOATS)
-    bias = weights
+    bias = up  # none
     if work.BIAS:
         bias = gl.allocate_shared_memory(gl.float32, [work.HEADS * PARTS, work.CHUNK], PLAIN)
-    norm = weights
+    norm = up  # none
     if work.NORM == 1:
         norm = gl.allocate_shared_memory(gl.float32, [PARTS, work.CHUNK], PLAIN)
     prepared = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(prepared.index(0), count=work.GROUPS)
-    return Operands(up, query, bias, norm, weights, floats, prepared)
+    return Operands(up, query, bias, norm, prepared)
 
 
 @gluon.jit
@@ -298,6 +286,14 @@ def attend(
     mbarrier.wait(operands.prepared.index(0), 0)
 
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
+    # What the group hands to the tensor cores: weights of its tokens, and their values where these are codes.
+    ROW_TYPE: gl.constexpr = tiles.rows.dtype
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, 64], ROW_TYPE)
+    FLOATS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, form.VALUE_RANK], ROW_TYPE)
+    weights = gl.allocate_shared_memory(ROW_TYPE, [QUERIES, 64], WEIGHTS)
+    floats = weights
+    if form.VALUE_BITS < 16:
+        floats = gl.allocate_shared_memory(ROW_TYPE, [64, form.VALUE_RANK], FLOATS)
     top = gl.full([QUERIES], -1.0e30, gl.float32, gl.SliceLayout(0, SCORES))
     # Sums over tokens stay with the threads that have the tokens, to be added up at the end.
     total = gl.zeros([64, QUERIES], gl.float32, SCORES)
@@ -306,8 +302,8 @@ def attend(
     for tile in range(LANE, (count + 63) // 64, LANES):
         # fmt: off
         top, total, zero, mixed = attend_tile(
-            WHICH, HEAD, tile, count - tile * 64, hidden - tile * 64, tiles, operands, form, work, mask, scale,
-            norm_epsilon, top, total, zero, mixed, SCORES)
+            HEAD, tile, count - tile * 64, hidden - tile * 64, tiles, operands, weights, floats, form, work, mask,
+            scale, norm_epsilon, top, total, zero, mixed, SCORES)
         # fmt: on
 
     sums = gl.sum(total, axis=0)
@@ -372,13 +368,14 @@ def prepare(
 
 @gluon.jit
 def attend_tile(
-    WHICH: gl.constexpr,
     HEAD: gl.constexpr,
     tile,
     seen,
     hidden,
     tiles,
     operands,
+    weights,
+    floats,
     form,
     work,
     mask,
@@ -397,7 +394,7 @@ def attend_tile(
     EXPANDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CHUNK, 16])
     ROTATED: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     TOKENS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    ROW_TYPE: gl.constexpr = tiles.cos.dtype
+    ROW_TYPE: gl.constexpr = tiles.rows.dtype
     # Scales alone are left to the scores, but where keys are added to or squared.
     SCALED: gl.constexpr = form.KEY_SCALES == 2 or (form.KEY_SCALES == 1 and (work.BIAS or work.NORM > 0))
     token = gl.arange(0, 64, TOKENS)
@@ -406,7 +403,7 @@ def attend_tile(
         inside &= gl.load(mask + tile * 64 + token, mask=inside, other=0) != 0
     item = tile * work.HEADS + HEAD
     stage = item % tiles.STAGES
-    mbarrier.wait(tiles.full.index(stage), (item // tiles.STAGES) & 1)
+    mbarrier.wait(tiles.full(stage), (item // tiles.STAGES) & 1)
     latent = load_latents(tiles, stage, form, SCALED, gl.DotOperandLayout(0, EXPANDED, 2))
 
     row_stage = tile % tiles.ROW_STAGES
@@ -433,11 +430,11 @@ def attend_tile(
                 0, deps=[first, second, latent, scores, rotated, other]
             )
         if part == 0:
-            mbarrier.wait(tiles.rows_full.index(row_stage), (tile // tiles.ROW_STAGES) & 1)
-        cos = tiles.cos.index(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
-        sin = tiles.sin.index(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
+            mbarrier.wait(tiles.rows_full(row_stage), (tile // tiles.ROW_STAGES) & 1)
+        cos = tiles.cos(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
+        sin = tiles.sin(row_stage).slice(part * CHUNK, CHUNK, dim=1).load(EXPANDED)
         if part == HALF_PARTS - 1:
-            release(tiles.rows_free.index(row_stage))
+            release(tiles.rows_free(row_stage))
         if work.BIAS:
             first += line(operands.bias.index(HEAD_PARTS + part), EXPANDED)
             second += line(operands.bias.index(HEAD_PARTS + HALF_PARTS + part), EXPANDED)
@@ -458,7 +455,7 @@ def attend_tile(
         scores = warpgroup_mma(rotated, first_query, scores, use_acc=part > 0, is_async=True)
         scores = warpgroup_mma(other, second_query, scores, is_async=True)
 
-    value_scale, value_zero = decode_values(WHICH, tiles, stage, operands, form, inside, seen, hidden)
+    value_scale, value_zero = decode_values(tiles, stage, floats, form, inside, seen, hidden)
     scores, rotated, other = warpgroup_mma_wait(0, deps=[scores, rotated, other])
     scores *= scale
     if form.KEY_SCALES == 1 and not SCALED:
@@ -476,17 +473,17 @@ def attend_tile(
         zero = zero * decay + likely * value_zero[:, None]
     if form.VALUE_BITS < 16:
         likely *= value_scale[:, None]
-    operands.weights.index(WHICH).store(likely.to(ROW_TYPE).permute([1, 0]))
+    weights.store(likely.to(ROW_TYPE).permute([1, 0]))
     fence_async_shared()
     group_barrier()
     mixed = mixed * decay
-    weights = operands.weights.index(WHICH).permute([1, 0])
+    weights = weights.permute([1, 0])
     if form.VALUE_BITS == 16:
         mixed = warpgroup_mma(tiles.value.index(stage).permute([1, 0]), weights, mixed, is_async=True)
     else:
-        mixed = warpgroup_mma(operands.floats.index(WHICH).permute([1, 0]), weights, mixed, is_async=True)
+        mixed = warpgroup_mma(floats.permute([1, 0]), weights, mixed, is_async=True)
     mixed = warpgroup_mma_wait(0, deps=[mixed])
-    release(tiles.free.index(stage))
+    release(tiles.free(stage))
     return new_top, total, zero, mixed
 
 
@@ -516,11 +513,11 @@ def load_latents(tiles, stage, form, SCALED: gl.constexpr, LATENT: gl.constexpr)
         else:  # levels are whole numbers that 16-bit floats hold
             low = low - OFFSET
             high = high - OFFSET
-        return gl.convert_layout(in_product_order(low, high, 64, RANK, form.KEY_BITS).to(tiles.cos.dtype), LATENT)
+        return gl.convert_layout(in_product_order(low, high, 64, RANK, form.KEY_BITS).to(tiles.rows.dtype), LATENT)
 
 
 @gluon.jit
-def decode_values(WHICH: gl.constexpr, tiles, stage, operands, form, inside, seen, hidden):
+def decode_values(tiles, stage, floats, form, inside, seen, hidden):
     """Make a tile's values a left operand in shared memory, without what may be NaN; their scales and zeros, or 0."""
     RANK: gl.constexpr = form.VALUE_RANK
     WIDTH: gl.constexpr = RANK // 2 if form.VALUE_BITS == 4 else RANK
@@ -536,7 +533,6 @@ def decode_values(WHICH: gl.constexpr, tiles, stage, operands, form, inside, see
             tile.store(gl.where(readable[:, None], tile.load(VALUES), 0.0))
     else:
         OFFSET: gl.constexpr = raised_offset(form.VALUE_BITS, form.VALUE_SCALES)
-        floats = operands.floats.index(WHICH)
         codes = tile.load(VALUES)
         if form.VALUE_BITS == 4:
             low, high = raised_nibbles(codes)
@@ -544,9 +540,8 @@ def decode_values(WHICH: gl.constexpr, tiles, stage, operands, form, inside, see
             floats.slice(RANK // 2, RANK // 2, dim=1).store((high - OFFSET).to(floats.dtype))
         else:
             floats.store((raised_bytes(codes, form.VALUE_SCALES) - OFFSET).to(floats.dtype))
-        value_scale, value_zero = scales_and_zeros(
-            tiles.value_scales.index(stage), form.VALUE_SCALES, inside.type.layout
-        )
+        TOKENS: gl.constexpr = inside.type.layout
+        value_scale, value_zero = scales_and_zeros(tiles.value_scales.index(stage), form.VALUE_SCALES, TOKENS)
         value_scale = gl.where(inside, value_scale, 0.0)
         value_zero = gl.where(inside, value_zero, 0.0)
     return value_scale, value_zero

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_wsvd.kernels.compile_ahead import Resources, covering, covering_plan, full_plan
+from hf_wsvd.kernels.compile_ahead import Resources, _spills, covering, covering_plan, full_plan
 from hf_wsvd.kernels.variants import ARCHITECTURES, Variant
 
 
@@ -116,6 +116,20 @@ def test_shared_memory_is_judged_by_architecture():
 )
 def test_one_number_in_memory_with_registers_to_spare_is_no_spill(registers, spills, fits):
     assert (Resources(registers, spills, shared=0).complaint(90) is None) == fits
+
+
+def machine_code(prologue: str, body: list[str], parting: bool) -> str:
+    """A dump of instructions: one before a loop, the loop, and what hands registers over if warps part."""
+    listed = [prologue, *(["USETMAXREG.DEALLOC.CTAPOOL 0x18"] if parting else []), *body, "BRA 0x20", "EXIT"]
+    return "\n".join(f"        /*{16 * place:04x}*/   {text} ;" for place, text in enumerate(listed))
+
+
+@pytest.mark.parametrize(
+    ("parting", "spilling", "spills"), [(False, 0, 1), (False, 3, 4), (True, 0, 0), (True, 1, 0), (True, 3, 3)]
+)
+def test_where_warps_part_a_loop_that_spills_rarely_is_let_through(parting, spilling, spills):
+    body = ["LDL R1, [R1+0x4]"] * spilling + ["FADD R1, R1, R2"] * 80
+    assert _spills(machine_code("STL [R1], R3", body, parting)) == spills
 
 
 VARIANTS = [
