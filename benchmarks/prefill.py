@@ -9,7 +9,6 @@ the process was given, so that other work on the machine does not count.
 import argparse
 import json
 import multiprocessing
-import resource
 import shlex
 import statistics
 import sys
@@ -52,19 +51,22 @@ def measure(arguments: argparse.Namespace, piece: int | None, workspace: int | N
     set_prefill_chunk(model, piece)
     long_query.WORKSPACE_BYTES = workspace or long_query.WORKSPACE_BYTES
     seconds = []
-    before = torch.cuda.memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if cuda else 0
     for _ in range(arguments.repeats):
         cache = WSVDCache(model)
         clock = time.perf_counter if cuda else time.process_time
         start = clock()
         model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache}).logits.argmax().item()
         seconds.append(clock() - start)
-    peak = torch.cuda.max_memory_allocated() if cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On a CPU the highest mark of the process is that of the fit before.
+    peak = torch.cuda.max_memory_allocated() - before if cuda else None
     return {
         "piece": piece,
         "workspace_bytes": long_query.WORKSPACE_BYTES,
         "ttft_s": statistics.median(seconds),
-        "peak_bytes": peak - before,
+        "peak_bytes": peak,
         "cache_bytes": cache.nbytes,
     }
 
