@@ -119,7 +119,7 @@ def in_turns(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
             key: statistics.median(turn[name][key] for turn in turns) for key in turns[0][name] if key != "peak_gb"
         }
         shares = [turn[name]["tokens_per_second"] / turn[arguments.caches[0]]["tokens_per_second"] for turn in turns]
-        rows[name] |= {"share_of_first": statistics.median(shares)}
+        rows[name] |= {"share_of_first": statistics.median(shares), "shares_of_first": shares}
     return rows
 
 
