@@ -320,3 +320,18 @@ def test_a_group_size_that_does_not_divide_is_refused_before_weights_are_read(de
     config = WSVDConfig(low_precision=LowPrecisionConfig(4, 16, 32, method="rtn"))
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj: group_size=32 .* a divisor of 48"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
+# Bytes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["W8A8", "W4A16"])
+def test_an_estimate_counts_codes_and_scales_as_they_are_allocated(form, dense):
+    model = quantized(form=form)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert hf_wsvd.estimate_memory(model, 16).weights_bytes == held
+    low_precision = LowPrecisionConfig(method="rtn", **FORMATS[form])
+    options = {"rank_ratio": 0.5, "low_precision": low_precision, "dtype": "float32"}
+    assert hf_wsvd.estimate_memory(dense("llama").config, 16, **options).weights_bytes == held
+    with pytest.raises(ValueError, match="this one is quantized already"):
+        hf_wsvd.estimate_memory(model, 16, low_precision=low_precision)
