@@ -29,9 +29,13 @@ def spreading_rotation(size: int, seed: int = 0) -> Tensor:
     always on the CPU: models are built under other default devices. Treat as constant.
     """
     power = size & -size  # largest power of two that divides size
+    return spreading_signs(size, seed)[:, None] * torch.kron(hadamard(power), hartley(size // power))
+
+
+def spreading_signs(size: int, seed: int = 0) -> Tensor:
+    """The signs of the rows of `spreading_rotation(size, seed)`, `[size]` fp64."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    signs = torch.randint(0, 2, (size,), generator=generator, device="cpu").double() * 2 - 1
-    return signs[:, None] * torch.kron(hadamard(power), hartley(size // power))
+    return torch.randint(0, 2, (size,), generator=generator, device="cpu").double() * 2 - 1
 
 
 def hartley(size: int) -> Tensor:

@@ -17,7 +17,7 @@ import hf_wsvd
 from hf_wsvd import LowPrecisionConfig, WSVDConfig
 from hf_wsvd.low_precision import fake_quantized_weight
 from hf_wsvd.low_precision.latent_reconstruction import cayley_step, reconstruct_latents
-from hf_wsvd.low_precision.moments import InputMoments
+from hf_wsvd.low_precision.moments import InputMoments, regularised
 from hf_wsvd.low_precision.prepare import prepare
 from hf_wsvd.low_precision.reconstruction import reconstruct
 from hf_wsvd.low_precision.spreading import Spreading
@@ -149,6 +149,7 @@ def test_a_rotated_checkpoint_comes_back_to_the_last_bit(tmp_path):
     assert len(record["lost"]) == 7 * 3
 
 
+@pytest.mark.slow
 def test_fine_tuning_beats_every_other_method_where_few_bits_hurt():
     """Of 4-bit activations, by the error of the answers on inputs that calibration has not seen."""
     model, batch = scaled_norms(tiny_models.build("llama")), tiny_models.prompt("llama", batch=4, tokens=24, seed=9)
@@ -177,12 +178,12 @@ def correlated_inputs(tokens: int = 512, width: int = 32) -> Tensor:
 @pytest.mark.parametrize(("bits", "group_size"), [(8, None), (4, None), (4, 16)])
 def test_a_reconstructed_weight_errs_less_than_the_nearest_and_rounds_to_itself(bits, group_size):
     x, weight = correlated_inputs(), torch.randn(24, 32)
-    found = reconstruct(weight, InputMoments.unrounded([x]), bits, group_size, 30, 1e-3)
+    found = reconstruct(weight, InputMoments.of([x], [x]).with_noise(1e-6), bits, group_size, 30, 1e-3)
     nearest = fake_quantized_weight(weight, bits, group_size)
     measured = [
         float((x @ (w - weight).T).square().sum() / (x @ weight.T).square().sum()) for w in (found.weight, nearest)
     ]
-    assert measured == pytest.approx([found.error, found.nearest], rel=1e-3)
+    assert measured == pytest.approx([found.error, found.nearest], rel=1e-2)
     assert found.error < 0.7 * found.nearest
     assert torch.equal(fake_quantized_weight(found.weight, bits, scales=found.scales), found.weight)
 
@@ -190,8 +191,18 @@ def test_a_reconstructed_weight_errs_less_than_the_nearest_and_rounds_to_itself(
 def test_weights_make_good_what_rounded_inputs_lose():
     x, weight = correlated_inputs(), torch.randn(24, 32)
     rounded = (x / 3).round() * 3
-    found = reconstruct(weight, InputMoments.of([x], [rounded]), 8, None, 1, 1e-3)
+    found = reconstruct(weight, InputMoments.of([x], [rounded]).with_noise(1e-6), 8, None, 1, 1e-3)
     assert found.error < 0.9 * found.nearest
+
+
+def test_inputs_that_say_little_hold_weights_to_the_exact_one():
+    """Twice as many tokens as channels, and inputs rounded at random: the fitted weight would follow the noise."""
+    weight, inputs = torch.randn(24, 32), [torch.randn(count, 32) for count in (64, 64, 4096)]
+    fitted, held_out, unseen = (InputMoments.of([x], [x + 0.3 * torch.randn_like(x)]) for x in inputs)
+    chosen = regularised(weight, fitted, held_out).best_weight(weight)
+    greedy = fitted.pooled(held_out).with_noise(1e-6).best_weight(weight)
+    assert unseen.errors(weight, chosen).sum() < 0.9 * unseen.errors(weight, greedy).sum()
+    assert unseen.errors(weight, chosen).sum() < unseen.errors(weight, weight).sum()
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -201,7 +212,9 @@ def test_low_rank_factors_err_less_than_the_nearest_in_the_metric_of_the_gradien
         nn.init.normal_(parameter)
     directions = torch.randn(2, 16, 4)
     fisher = directions @ directions.mT if weighted else None
-    found = reconstruct_latents(projection, InputMoments.unrounded([x]), 4, None, 30, 1e-3, fisher=fisher)
+    found = reconstruct_latents(
+        projection, InputMoments.of([x], [x]).with_noise(1e-6), 4, None, 30, 1e-3, fisher=fisher
+    )
     assert found.error < 0.7 * found.nearest
     expected = x @ (projection.up @ projection.weight.view(2, 8, 32)).mT
     difference = x @ (found.up @ found.weight.view(2, 8, 32)).mT - expected

@@ -18,7 +18,7 @@ from ..modules import LatentProjection
 from ..quantizer_config import LowPrecisionConfig
 from .activations import fake_quantized_activations
 from .latent_reconstruction import reconstruct_latents
-from .moments import InputMoments
+from .moments import InputMoments, regularised, split
 from .reconstruction import reconstruct
 from .replay import RecordedBatch
 from .residual_layers import ResidualLayer
@@ -36,7 +36,6 @@ def fine_tune(
     chosen: dict[str, nn.Module],
     config: LowPrecisionConfig,
     *,
-    seed: int = 0,
     fisher: dict[str, Tensor] | None = None,
 ) -> dict[str, dict[str, float]]:
     """Change the weights of `chosen` in place so that rounding to their new `learned_scales` changes nothing more.
@@ -65,7 +64,7 @@ def fine_tune(
             for group, inputs in zip(groups, seen):
                 moments = _moments(layer, number, batches, rounded, group, inputs, config)
                 for name, module in group.items():
-                    report[name] = _fit(name, module, moments, config, seed, (fisher or {}).get(name))
+                    report[name] = _fit(name, module, moments, config, (fisher or {}).get(name))
                     if config.activation_ranges:
                         hooks.append(module.register_forward_pre_hook(_rounding(config.activation_bits)))
             if config.activation_ranges:
@@ -100,10 +99,10 @@ def _moments(
     group: dict[str, nn.Module],
     inputs: list[Tensor],
     config: LowPrecisionConfig,
-) -> InputMoments:
-    """Moments of a group's inputs, and of those that the rounded layers before it give, rounded themselves."""
+) -> tuple[InputMoments, InputMoments]:
+    """Of tokens to fit to and of others: inputs, and those that rounded layers before give, rounded themselves."""
     if not config.activation_ranges:
-        return InputMoments.unrounded(inputs)
+        return tuple(InputMoments.of(part, part) for part in split(inputs))
     rounded: list[Tensor] = []
 
     def see(_: int, x: Tensor) -> None:
@@ -113,19 +112,26 @@ def _moments(
     for batch, states in zip(batches, hidden):
         with _watched([group], see), suppress(_Seen):
             batch.calls[number].run(layer.module, states)
-    return InputMoments.of(inputs, rounded)
+    return tuple(InputMoments.of(*parts) for parts in zip(split(inputs), split(rounded)))
 
 
 def _fit(
     name: str,
     module: nn.Module,
-    moments: InputMoments,
+    moments: tuple[InputMoments, InputMoments],
     config: LowPrecisionConfig,
-    seed: int,
     fisher: Tensor | None,
 ) -> dict[str, float]:
     size = group_size_of(module.weight.shape[1], config.weight_bits, config.group_size)
-    arguments = (moments, config.weight_bits, size, config.qat_steps, config.qat_learning_rate)
+    if not all(torch.isfinite(part.exact).all() and torch.isfinite(part.rounded).all() for part in moments):
+        raise ValueError(f"{name}: its inputs are not finite (NaN or infinity) on the calibration data")
+    arguments = (
+        regularised(module.weight, *moments),
+        config.weight_bits,
+        size,
+        config.qat_steps,
+        config.qat_learning_rate,
+    )
     try:
         if isinstance(module, LatentProjection) and module.up is not None and not module.full_heads:
             found = reconstruct_latents(module, *arguments, fisher=fisher)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..modules import LatentProjection
 from .moments import InputMoments
-from .reconstruction import BETAS, RIDGE
+from .reconstruction import BETAS
 from .sequential_rounding import clipped_scales, rounded_sequentially
 from .weights import LIMITS, fake_quantized_weight, weight_scales
 
@@ -57,23 +57,22 @@ def reconstruct_latents(
 
     Args:
         projection: with all heads cut.
+        moments: with noise, as `regularised` gives them.
         steps, learning_rate: as of `reconstruct`.
         fisher: `[heads, head_dim, head_dim]`; None: every direction of the outputs counts alike.
 
     Raises:
-        ValueError: factors or inputs with NaN or infinity.
+        ValueError: factors with NaN or infinity.
     """
     if not (torch.isfinite(projection.weight).all() and torch.isfinite(projection.up).all()):
         raise ValueError("the factors hold NaN or infinity")
-    if not (torch.isfinite(moments.exact).all() and torch.isfinite(moments.rounded).all()):
-        raise ValueError("its inputs are not finite (NaN or infinity) on the calibration data")
     loss = _LatentLoss(projection, moments, fisher)
     down, up = projection.weight.float(), projection.up.float()
     best = _Best(loss, fake_quantized_weight(down, bits, group_size), weight_scales(down, bits, group_size), up)
     nearest = best.errors.sum()
-    wanted = moments.best_weight(down, RIDGE).float()
+    wanted = moments.best_weight(down).float()
     scales = clipped_scales(wanted, moments.rounded.diagonal(), bits, group_size)
-    rounded = rounded_sequentially(wanted, moments.damped(RIDGE), scales, bits)
+    rounded = rounded_sequentially(wanted, moments.rounded, scales, bits)
     best.take(rounded, scales, loss.best_up(rounded))
     _descend(best, loss, down, up, bits, group_size, steps, learning_rate)
     best.take(best.down.flatten(0, 1), best.scales.flatten(0, 1), loss.best_up(best.down.flatten(0, 1)))
@@ -146,7 +145,7 @@ def _descend(
 ) -> None:
     """Adam on both factors and Cayley steps on the rotations, with straight-through rounding."""
     unit = (weight_scales(down, bits, None).amax(1, keepdim=True) * LIMITS[bits]).clamp_min(1e-30)
-    wanted_down = loss.moments.best_weight(down, RIDGE).float()
+    wanted_down = loss.moments.best_weight(down).float()
     masters, ups = nn.Parameter(wanted_down / unit), nn.Parameter(up.clone())
     eye = torch.eye(loss.rank, device=down.device).expand(loss.heads, -1, -1)
     rotations = nn.Parameter(eye.clone())

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..calibration import Statistics, is_statistics
 from ..calibration.batches import Batch
-from ..decoder import decoder_attentions
+from ..decoder import decoder_attentions, evaluation_mode
 from ..modules import LatentProjection
 from ..quantizer_config import WSVDConfig
 from ..rotations import spreading_rotation
@@ -54,7 +54,8 @@ def prepare(
         the fine-tuned weights lose.
 
     Raises:
-        ValueError: no data, statistics in place of them, weights or activations that are not finite.
+        ValueError: no data, statistics in place of them, weights or activations that are not finite, a decoder
+            without a list of layers, or a call inside `torch.inference_mode()`.
     """
     settings = config.low_precision
     record: dict[str, Any] = {"method": settings.method}
@@ -65,9 +66,27 @@ def prepare(
             f"low_precision with method={settings.method!r} needs calibration data, and "
             f"{'none are given' if batches is None else 'statistics hold none'}: give batches, or method='rtn'"
         )
+    if torch.is_inference_mode_enabled():
+        raise ValueError(f"low_precision with method={settings.method!r} cannot run inside torch.inference_mode()")
     chosen = chosen_linears(model, config)
-    layers = residual_layers(model)
+    try:
+        layers = residual_layers(model)
+    except UnknownStructure as error:
+        raise ValueError(f"low_precision with method={settings.method!r}: {error}; method='rtn' needs none") from error
     _check_finite(chosen)
+    with evaluation_mode(model):
+        return record | _prepared(model, config, layers, chosen, batches, statistics)
+
+
+def _prepared(
+    model: PreTrainedModel,
+    config: WSVDConfig,
+    layers: list[ResidualLayer],
+    chosen: dict[str, nn.Module],
+    batches: Iterable[Batch],
+    statistics: Statistics | None,
+) -> dict[str, Any]:
+    settings = config.low_precision
     calibration = recorded(model, [layer.module for layer in layers], batches, MOST_TOKENS)
     transforms = _Transforms(model, layers, calibration, config)
     if settings.method == "smoothquant":
@@ -75,10 +94,10 @@ def prepare(
     # Weights alone gain nothing from turned inputs, which cost a product a layer.
     elif settings.method == "quarot" or settings.activation_bits < 16:
         transforms.rotate()
-    record |= {"transforms": transforms.done, "refused": transforms.refused}
+    record: dict[str, Any] = {"transforms": transforms.done, "refused": transforms.refused}
     if settings.method == "wsvd_qat":
         fisher = _fisher(statistics, model, transforms.done.get("values") == "rotation")
-        record["lost"] = fine_tune(layers, calibration, chosen, settings, seed=config.seed, fisher=fisher)
+        record["lost"] = fine_tune(layers, calibration, chosen, settings, fisher=fisher)
     return record
 
 
@@ -133,13 +152,14 @@ class _Transforms:
         install_residual_rotation(self.model, seed)
 
     def _block(self) -> int:
-        return block_size(next(layer.mlp.down_proj.in_features for layer in self.layers if layer.mlp is not None))
+        widths = [layer.mlp.down_proj.in_features for layer in self.layers if layer.mlp is not None]
+        return min(map(block_size, widths), default=1)
 
     def _rotate_mlp(self) -> None:
         layers = [layer for layer in self.layers if layer.mlp is not None]
-        if not layers or self._block() == 1:
-            raise UnknownStructure("no MLP of gate_proj, up_proj and down_proj, or one of an odd width")
         block = self._block()
+        if block == 1:
+            raise UnknownStructure("no MLP of gate_proj, up_proj and down_proj, or one of an odd width")
 
         def change(layer: ResidualLayer) -> None:
             if layer.mlp is not None:
@@ -200,7 +220,7 @@ def input_ranges(layers: list[ResidualLayer], batches: list[RecordedBatch]) -> R
 
 def _check_finite(chosen: dict[str, nn.Module]) -> None:
     for name, module in chosen.items():
-        if not torch.isfinite(module.weight).all():
+        if not all(torch.isfinite(parameter).all() for parameter in module.parameters()):
             raise ValueError(f"{name} holds NaN or infinity and cannot be quantized")
 
 

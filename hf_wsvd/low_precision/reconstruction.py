@@ -17,7 +17,6 @@ from .sequential_rounding import clipped_scales, rounded_sequentially
 from .weights import LIMITS, fake_quantized_weight, weight_scales
 
 
-RIDGE = 1e-2  # of the rounded inputs' mean energy
 BETAS = (0.9, 0.95)
 
 
@@ -45,22 +44,21 @@ def reconstruct(
 
     Args:
         weight: `[out, in]`, any float dtype.
+        moments: with noise, as `regularised` gives them.
         steps: of Adam, with straight-through rounding, on fp32 masters and scales.
         learning_rate: the first steps' change of a weight, as share of the largest weight in its group.
 
     Raises:
-        ValueError: a weight or inputs with NaN or infinity.
+        ValueError: a weight with NaN or infinity.
     """
     if not torch.isfinite(weight).all():
         raise ValueError("the weight holds NaN or infinity")
-    if not (torch.isfinite(moments.exact).all() and torch.isfinite(moments.rounded).all()):
-        raise ValueError("its inputs are not finite (NaN or infinity) on the calibration data")
     weight = weight.float()
     best = _Best(weight, moments, weight_scales(weight, bits, group_size), bits)
     nearest = best.errors.sum()
-    wanted = moments.best_weight(weight, RIDGE).float()
+    wanted = moments.best_weight(weight).float()
     scales = clipped_scales(wanted, moments.rounded.diagonal(), bits, group_size)
-    rounded = rounded_sequentially(wanted, moments.damped(RIDGE), scales, bits)
+    rounded = rounded_sequentially(wanted, moments.rounded, scales, bits)
     best.take(rounded, scales)
     best.take(fake_quantized_weight(wanted, bits, scales=scales), scales)
     _descend(best, moments, weight, bits, steps, learning_rate)

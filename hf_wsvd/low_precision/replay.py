@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,9 +140,3 @@ def _as(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(_as(part, dtype) for part in value)
     return {name: _as(part, dtype) for name, part in value.items()} if isinstance(value, dict) else value
-
-
-def outputs(layer: nn.Module, number: int, batches: list[RecordedBatch], hidden: list[Tensor]) -> Iterator[Tensor]:
-    """What layer `number` makes of each batch's hidden states."""
-    for batch, states in zip(batches, hidden):
-        yield batch.calls[number].run(layer, states)

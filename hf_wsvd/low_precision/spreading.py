@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..rotations import hadamard, hartley, spreading_rotation
+from ..rotations import hadamard, hartley, spreading_signs
 
 
 UNIT = 2.0**-24
@@ -45,8 +45,8 @@ class Spreading(nn.Module):
         for name, factor in factors.items():
             steps = (factor / UNIT).round().to(device, torch.int32)
             self.register_buffer(name, steps, persistent=False)
-        signs = (spreading_rotation(size, seed)[:, 0] > 0).to(device)  # the first column of both factors is positive
-        self.register_buffer("signs", signs.to(torch.int32) * 2 - 1, persistent=False)
+        signs = spreading_signs(size, seed).to(device, torch.int32)
+        self.register_buffer("signs", signs, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., width]` to the same."""
@@ -56,10 +56,6 @@ class Spreading(nn.Module):
         blocks = blocks.unflatten(-1, (len(left), len(right)))
         blocks = ((left @ blocks) @ right).flatten(-2)
         return (blocks * self.signs if self.back else blocks).flatten(-2).to(x.dtype)
-
-    def matrix(self) -> Tensor:
-        """R of a block, `[size, size]` fp64."""
-        return spreading_rotation(self.size, self.seed)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, size={self.size}, seed={self.seed}, back={self.back}"
