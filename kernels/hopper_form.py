@@ -73,11 +73,11 @@ class Form(NamedTuple):
 
     @property
     def most_groups(self) -> int:
-        """Groups of four warps of tile reconstruction whose registers hold what they work on."""
-        ranks = self.ranks("tile_reconstruction")
-        if max(ranks) > 64 or self.queries > 8 or self.bias or self.norm or 2 in (self.key.scales, self.value.scales):
-            return 3 if max(ranks) <= 64 else 2
-        return 4
+        """Groups of four warps of tile reconstruction whose registers hold what they work on, as compiling showed."""
+        if max(self.ranks("tile_reconstruction")) > 64:
+            return 2
+        codes = min(self.key.bits, self.value.bits) < 16
+        return 3 if codes or self.queries > 8 or self.bias or self.norm else 4
 
     def constants(self, kernel: str) -> dict[str, int]:
         """Constants of a kernel that do not depend on its tile."""
@@ -113,7 +113,7 @@ def tile_constants(kernel: str, form: Form, tile: AnyTile, heads: int) -> dict[s
     together = math.gcd(tile.heads, heads)
     while groups % together:
         together //= 2
-    cramped = groups == 4 or (groups == 3 and form.norm)  # as compiling ahead of time showed
+    cramped = groups == 4 or (groups == 3 and form.norm)
     chunk = min(tile.chunk, 32 if cramped else 64, form.head_dim // 2)
     stages, rows = stages_that_fit(kernel, form, tile.num_stages, together, groups)
     return {"HEADS": together, "STAGES": stages, "ROW_STAGES": rows, "GROUPS": groups, "CHUNK": chunk}

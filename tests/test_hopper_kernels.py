@@ -66,6 +66,7 @@ def test_ranks_and_codes_of_keys_and_values_apart(form, emulated):
 @pytest.mark.parametrize("form", [{}, {"group": 4, **BFLOAT}], ids=["position query", "tile reconstruction"])
 def test_masks_and_starts(form, emulated):
     check(HopperCase(**HIDDEN, **form), emulated)
+    check(HopperCase(starts=(190,), lengths=(180,), **form), emulated)  # nothing is to be seen
 
 
 @pytest.mark.parametrize("norm", [None, "before", "after"])
