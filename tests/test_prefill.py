@@ -94,6 +94,16 @@ def test_latents_in_any_cache(compressed):
         torch.testing.assert_close(found, whole, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padded_pieces_in_a_cache_that_masks_a_prompt_alone(family, compressed):
+    model, inputs = compressed(family), padded(prompt(family, batch=2, tokens=TOKENS))
+    wanted = steps(model, inputs, WSVDCache(model, max_cache_len=32))
+    with chunk(model, SIZE) as lengths:
+        found = steps(model, inputs, WSVDCache(model, max_cache_len=32))
+    assert max(lengths) <= SIZE
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+
+
 def test_every_hidden_state_of_a_second_turn(compressed):
     model, ids = compressed("mistral"), prompt("mistral", tokens=40)["input_ids"]
     outputs = []
