@@ -45,6 +45,7 @@ class Binding:
         self.row_group = row_group
         self.norm_kind: tuple | None = None  # of the key norm, once looked at: see `rms_norm_kind`
         self.on_trial = False
+        self.needs_keys = False  # whether a trial has shown that kernels cannot read packed keys for it
         self.handles: list = []
 
 
@@ -87,6 +88,11 @@ def is_hooked(attention: nn.Module) -> bool:
     return hasattr(attention, "_wsvd") and bool(attention._wsvd.handles)
 
 
+def needs_keys(attention: nn.Module) -> bool:
+    """Whether a trial has shown that an attention layer cannot read packed keys and values by itself."""
+    return hasattr(attention, "_wsvd") and attention._wsvd.needs_keys
+
+
 def bound_layers(model: PreTrainedModel) -> set[int]:
     """Numbers of the decoder layers whose cache holds latents."""
     bindings = (getattr(a.module, "_wsvd", None) for a in decoder_attentions(model))
@@ -100,7 +106,7 @@ def bind_packed(model: PreTrainedModel) -> None:
     """
     if not kernels_can_run() or decoder_of(model).config._attn_implementation not in WSVD_FUNCTIONS:
         return
-    found = [a for a in decoder_attentions(model) if not is_hooked(a.module)]
+    found = [a for a in decoder_attentions(model) if not (is_hooked(a.module) or needs_keys(a.module))]
     for attention in found:
         if not hasattr(attention.module, "_wsvd"):
             bind(attention.module, attention.layer, None)
@@ -112,6 +118,7 @@ def bind_packed(model: PreTrainedModel) -> None:
         binding.on_trial = False
         if attention.layer in wrong:
             unhook(binding)
+            binding.needs_keys = True  # every cache of the model asks, and one trial will do
 
 
 def open_call(attention: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

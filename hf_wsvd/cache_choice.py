@@ -16,6 +16,7 @@ from transformers.generation import GenerationMode
 
 from .cache import WSVDCache, model_cache_config
 from .compat import CACHE_ARGUMENTS, CUDA_GRAPHS_IN_ANY_THREAD
+from .quantizer_config import WSVDConfig
 
 
 # Tokens that a cache of fixed size is a multiple of: prompts of many lengths then share one cache and its graphs.
@@ -87,8 +88,11 @@ def explain_generate(
         raise ValueError(
             f"explain_generate: model={type(model).__name__} is not allowed; allowed: one with `generate`"
         )
-    if model_cache_config(model) is None and getattr(model, "hf_quantizer", None) is None:
+    quantizer = getattr(model, "hf_quantizer", None)
+    if not isinstance(getattr(quantizer, "quantization_config", None), WSVDConfig):
         raise ValueError(f"explain_generate: {type(model).__name__} is not compressed by hf_wsvd")
+    if inspect.unwrap(type(model).generate) is not inspect.unwrap(GenerationMixin.generate):
+        return CacheChoice("dynamic", f"{type(model).__name__} has a `generate` of its own")
     return choose_cache(call_of(model, *args, generation_config=generation_config, **kwargs))
 
 

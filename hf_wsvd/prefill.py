@@ -107,14 +107,15 @@ def remove_prefill_hook(model: PreTrainedModel) -> None:
 def run_first_pieces(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     """Pre-hook of the decoder: run all pieces of a long prompt but the last, which the forward itself is left with.
 
-    The hidden states of the first ones wait at the last one's input tensor, and are gone with it if it fails.
+    The hidden states of the first ones wait at the cache: other hooks may exchange every tensor that is given.
     """
     hook: PrefillHook = decoder._wsvd_prefill
-    if hook.tokens is None or decoder.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    if getattr(_local, "running", None) is decoder:
+    if torch.compiler.is_compiling() or getattr(_local, "running", None) is decoder:
         return None
     given = {**dict(zip(hook.parameters, args)), **kwargs}
+    take_earlier(given)  # of a forward that was interrupted by hand, after which no hook ran
+    if hook.tokens is None or decoder.training or torch.is_grad_enabled():
+        return None
     cuts = prompt = None
     size = piece_size(hook, given)
     if size is not None:
@@ -133,7 +134,7 @@ def run_first_pieces(decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) ->
             set_image_tokens(None if classes is None else classes.part(start, stop), teller)
             earlier.append(decoder(**prompt.piece(start, stop))[0])
         last = prompt.piece(*cuts[-2:])
-        last[prompt.name]._wsvd_earlier = (earlier, classes, teller)
+        cache_among(last)._wsvd_earlier = (earlier, classes, teller)
         set_image_tokens(None if classes is None else classes.part(*cuts[-2:]), teller)
     except BaseException:
         set_image_tokens(classes, teller)
@@ -147,12 +148,10 @@ def join_pieces(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output:
     """Forward hook of the decoder, called after an exception too: put the hidden states of all pieces together."""
     if torch.compiler.is_compiling():
         return None
-    inputs = [kwargs.get(name) for name in ("inputs_embeds", "input_ids")]
-    found = next((tensor for tensor in inputs if hasattr(tensor, "_wsvd_earlier")), None)
+    found = take_earlier(kwargs)
     if found is None:
         return None
-    earlier, classes, teller = found._wsvd_earlier
-    del found._wsvd_earlier
+    earlier, classes, teller = found
     set_image_tokens(classes, teller)
     if output is None:
         return None
@@ -161,6 +160,17 @@ def join_pieces(decoder: nn.Module, args: tuple, kwargs: dict[str, Any], output:
         return (joined, *output[1:])
     output.last_hidden_state = joined
     return output
+
+
+def cache_among(given: dict[str, Any]) -> Any:
+    """The cache among the arguments of a forward; None where none is given."""
+    return next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+
+
+def take_earlier(given: dict[str, Any]) -> tuple | None:
+    """What `run_first_pieces` left at the cache of a forward, which has it no longer."""
+    cache = cache_among(given)
+    return vars(cache).pop("_wsvd_earlier", None) if isinstance(cache, Cache) else None
 
 
 def piece_size(hook: PrefillHook, given: dict[str, Any]) -> int | None:
@@ -178,14 +188,14 @@ def with_cache(decoder: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a forward with the cache that the decoder would make by itself."""
     used = given.get("use_cache")
     used = getattr(decoder.config, "use_cache", True) if used is None else used
-    if not used or any(given.get(name) is not None for name in CACHE_ARGUMENTS):
+    if not used or cache_among(given) is not None:
         return given
     return {**given, CACHE_ARGUMENT: DynamicCache(config=decoder.config)}
 
 
 def prompt_to_cut(decoder: nn.Module, given: dict[str, Any]) -> Prompt | None:
     """The prompt of a forward that can go in pieces without another result; None for any other."""
-    cache = next((given[name] for name in CACHE_ARGUMENTS if given.get(name) is not None), None)
+    cache = cache_among(given)
     config, hook = decoder.config, decoder._wsvd_prefill
     if any(given.get(name) or getattr(config, name, False) for name in OTHER_OUTPUTS):
         return None

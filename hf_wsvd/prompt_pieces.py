@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 
@@ -98,7 +99,11 @@ class Prompt:
     def _cut_mask(self, kind: str, start: int, stop: int) -> Tensor:
         columns, first = self.cache.get_mask_sizes(stop - start, layer_of(self.cache, kind))
         first -= self.sizes[kind][1]
-        return self.masks[kind][:, :, start:stop, first : first + columns]
+        cut = self.masks[kind][:, :, start:stop, first : first + columns]
+        # A prompt alone has no column for slots that are empty; what follows it in a cache of fixed size has.
+        missing = columns - cut.shape[-1]
+        hidden = False if cut.dtype == torch.bool else torch.finfo(cut.dtype).min
+        return F.pad(cut, (0, missing), value=hidden) if missing else cut
 
     def _cut_features(self, features: Any, start: int, stop: int) -> list[Tensor]:
         """Rows of image features, which lie in the order of their tokens, row of the batch by row."""

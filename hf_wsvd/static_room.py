@@ -14,18 +14,21 @@ def check_length(model: PreTrainedModel, call: GenerateCall) -> None:
     """ValueError for more tokens than the model has positions for.
 
     Models whose positions do not end there are let through: those whose rotation stretches with the text (dynamic
-    NTK), and those with positions of several axes, which advance slower than tokens do.
+    NTK), and those with positions of several axes, which advance slower than tokens do. A length that stands in the
+    model's own generation config, or nowhere, is the most that it may become and asked for by nobody: there the
+    prompt alone counts.
     """
     config = model.config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     if limit is None or call.prompt is None or rope.get("rope_type") == "dynamic" or "mrope_section" in rope:
         return
-    if call.settings.max_new_tokens is None and call.settings.max_length is None:
-        return  # transformers itself stops at the limit
-    if call.tokens > limit:
+    name = "max_length" if call.settings.max_new_tokens is None else "max_new_tokens"
+    asked = getattr(call.settings, name) != getattr(model.generation_config, name)
+    tokens = call.tokens if asked else call.prompt + 1
+    if tokens > limit:
         raise ValueError(
-            f"generate: a prompt of {call.prompt:,} tokens and what is to follow are {call.tokens:,} tokens, and the "
+            f"generate: a prompt of {call.prompt:,} tokens and what is to follow are {tokens:,} tokens, and the "
             f"model has {limit:,} positions (max_position_embeddings); allowed: max_new_tokens up to "
             f"{max(0, limit - call.prompt):,}"
         )

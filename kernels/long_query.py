@@ -107,11 +107,13 @@ def causal_tokens(mask: Tensor) -> int | None:
     """How many first tokens a mask `[B or 1, Hq or 1, N, S]` shows, if it is that of N queries at their end.
 
     None for padding, windows and whatever else hides one of them. The answer is kept with the mask, which all layers
-    share: looking costs a wait for the device.
+    share, until somebody writes to it: looking costs a wait for the device.
     """
-    if not hasattr(mask, "_wsvd_causal_tokens"):
-        mask._wsvd_causal_tokens = _causal_tokens(mask)
-    return mask._wsvd_causal_tokens
+    version = None if mask.is_inference() else mask._version  # writes to tensors of inference mode are not counted
+    known = getattr(mask, "_wsvd_causal_tokens", None)
+    if known is None or known[0] != version:
+        known = mask._wsvd_causal_tokens = (version, _causal_tokens(mask))
+    return known[1]
 
 
 def _causal_tokens(mask: Tensor) -> int | None:

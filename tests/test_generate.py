@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ EVERYWHERE = CompileConfig(backend="eager", mode=None)
 EVERYWHERE._compile_all_devices = True  # as if the CPU were a device for which transformers compiles
 
 
-def test_a_user_can_ask(compressed, dense):
+def test_a_user_can_ask(compressed, dense, monkeypatch):
     model, inputs = compressed("llama"), prompt("llama", 3)
     assert explain_generate(model, **inputs) == ("dynamic", "nothing is compiled on cpu", 0, 0)
     asked = explain_generate(model, **inputs, max_new_tokens=9, num_return_sequences=2, do_sample=True,
@@ -93,6 +94,12 @@ def test_a_user_can_ask(compressed, dense):
     assert asked == ("static", "21 tokens at most, in steps of 1,024", 6, 1024)
     with pytest.raises(ValueError, match="LlamaForCausalLM is not compressed"):
         explain_generate(dense("llama"), **inputs)
+    monkeypatch.setattr(dense("llama"), "hf_quantizer", SimpleNamespace(quantization_config=None), raising=False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not compressed"):
+        explain_generate(dense("llama"), **inputs)  # but by others
+    monkeypatch.setattr(type(model), "generate", lambda model, *args: None)
+    asked = explain_generate(model, **inputs, compile_config=EVERYWHERE)
+    assert asked == ("dynamic", "LlamaForCausalLM has a `generate` of its own", 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +239,16 @@ def test_nothing_of_it_is_saved_and_dequantize_takes_it_away(model, tmp_path):
 def test_more_tokens_than_positions_are_refused_at_once(options, compressed):
     with pytest.raises(ValueError, match="allowed: max_new_tokens up to 500"):
         compressed("llama").generate(**prompt("llama"), **options)
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])
+def test_a_length_of_the_models_own_config_is_no_request(name, compressed):
+    model = copy.deepcopy(compressed("llama"))
+    setattr(model.generation_config, name, 4096)
+    model.generation_config.max_time = 0.0  # so that it ends after a token
+    assert model.generate(**prompt("llama")).shape == (1, 13)
+    with pytest.raises(ValueError, match="a prompt of 512 tokens and what is to follow are 513 tokens"):
+        model.generate(**prompt("llama", tokens=512))
 
 
 def test_a_cache_without_room_is_refused_with_its_estimate(model, monkeypatch):

@@ -232,3 +232,7 @@ def test_masks_that_only_say_what_comes_later():
     window = causal & ~torch.ones(5, 12, dtype=torch.bool).tril(2)
     for other in (padded, window, causal.float(), torch.ones(1, 1, 5, 3, dtype=torch.bool)):
         assert causal_tokens(other) is None
+    own = causal.clone()
+    assert causal_tokens(own) == 12
+    own[..., 3] = False
+    assert causal_tokens(own) is None, "a caller may write to its mask and use it again"

@@ -94,6 +94,16 @@ def test_latents_in_any_cache(compressed):
         torch.testing.assert_close(found, whole, rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_padded_pieces_in_a_cache_that_masks_a_prompt_alone(family, compressed):
+    model, inputs = compressed(family), padded(prompt(family, batch=2, tokens=TOKENS))
+    wanted = steps(model, inputs, WSVDCache(model, max_cache_len=32))
+    with chunk(model, SIZE) as lengths:
+        found = steps(model, inputs, WSVDCache(model, max_cache_len=32))
+    assert max(lengths) <= SIZE
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-4)
+
+
 def test_every_hidden_state_of_a_second_turn(compressed):
     model, ids = compressed("mistral"), prompt("mistral", tokens=40)["input_ids"]
     outputs = []
@@ -207,6 +217,36 @@ def test_a_failure_in_a_piece_leaves_nothing_behind(piece, dense):
         handle.remove()
         assert current_image_tokens() is None
         torch.testing.assert_close(steps(model, inputs, WSVDCache(model, **options)), wanted, rtol=0, atol=2e-4)
+
+
+def test_hooks_that_exchange_the_inputs(compressed):
+    """As one that casts them, or adds noise, does."""
+    model, ids = copy.deepcopy(compressed("llama")), prompt("llama", tokens=TOKENS)["input_ids"]
+    decoder_of(model).register_forward_pre_hook(lambda module, args, kwargs: (args, {
+        name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()
+    }), with_kwargs=True)  # fmt: skip
+    outputs = []
+    for tokens in (None, SIZE):
+        with chunk(model, tokens), torch.no_grad():
+            outputs.append(model(ids).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=2e-4)
+
+
+def test_an_interruption_by_hand_leaves_nothing_for_the_next_forward(compressed):
+    model, ids = copy.deepcopy(compressed("llama")), prompt("llama", tokens=TOKENS)["input_ids"]
+    cache = WSVDCache(model)
+    with chunk(model, SIZE) as lengths, torch.no_grad():
+
+        def interrupt(*args):
+            if len(lengths) == 4:
+                raise KeyboardInterrupt
+
+        handle = decoder_of(model).layers[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids, **{CACHE_ARGUMENT: cache})
+        handle.remove()
+        cache.reset()
+        assert model(ids[:, :3], **{CACHE_ARGUMENT: cache}).logits.shape[1] == 3
 
 
 def test_classes_that_the_caller_tells(dense):

@@ -9,7 +9,7 @@ import torch
 import transformers
 from tiny_models import CLOSED_FORM, TEXT, build, prompt
 
-from hf_wsvd import WSVDConfig, compress
+from hf_wsvd import WSVDCache, WSVDConfig, compress
 from hf_wsvd.trial import layers_that_need_keys
 
 
@@ -57,6 +57,21 @@ def test_a_layer_that_goes_wrong_is_found(compressed, monkeypatch):
 
     monkeypatch.setattr(attention, "latent_attention", forgetful)
     assert layers_that_need_keys(model, attention.decoder_attentions(model)) == {1}
+
+
+def test_caches_of_a_model_share_one_trial(dense, monkeypatch):
+    """`generate` makes a cache to ask what it can be: a trial in each call would cost steps, and compile them anew."""
+    import hf_wsvd.attention as attention
+
+    trials = []
+    monkeypatch.setattr(attention, "kernels_can_run", lambda: True)
+    monkeypatch.setattr(attention, "layers_that_need_keys", lambda *args, **options: trials.append(args) or {1})
+    model = copy.deepcopy(dense("llama"))
+    model.set_attn_implementation("wsvd")
+    for _ in range(2):
+        WSVDCache(model, bits=8)
+    assert len(trials) == 1
+    assert [attention.is_hooked(layer.self_attn) for layer in model.model.layers] == [True, False, True]
 
 
 def test_two_models_may_share_a_configuration():
