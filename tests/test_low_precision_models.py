@@ -24,11 +24,12 @@ from transformers import (
 )
 
 import hf_wsvd
-from hf_wsvd import LowPrecisionConfig, WSVDConfig
+from hf_wsvd import CacheConfig, LowPrecisionConfig, WSVDConfig
 from hf_wsvd.low_precision.chosen import chosen_linears
 from hf_wsvd.low_precision.convert import quantized_modules
 from hf_wsvd.low_precision.latent import QuantizedLatentProjection
 from hf_wsvd.low_precision.linear import QuantizedLinear
+from hf_wsvd.modules import LatentProjection
 
 
 RTN = LowPrecisionConfig(method="rtn")
@@ -87,6 +88,17 @@ def test_the_model_computes_with_its_rounded_weights(form):
     # Only rounded activations set the two apart.
     assert error < {16: 1e-5, 8: 0.1, 4: 0.8}[FORMATS[form]["activation_bits"]]
     assert error > 0 or FORMATS[form]["activation_bits"] == 16
+
+
+@pytest.mark.parametrize("left_alone", ["k_proj", "v_proj"])
+def test_dequantize_merges_latents_that_low_precision_left_alone_too(left_alone):
+    settings = LowPrecisionConfig(method="rtn", activation_bits=16, modules_to_not_convert=[left_alone])
+    config = WSVDConfig(**CLOSED_FORM, self_check="none", low_precision=settings)
+    model = hf_wsvd.compress(build("llama"), config, calibration=calibration_batches("llama"))
+    before = logits(model, "llama")
+    plain = model.dequantize()
+    assert not any(isinstance(module, LatentProjection) for module in plain.modules())
+    torch.testing.assert_close(logits(plain, "llama"), before, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "llava"])
@@ -293,6 +305,17 @@ def test_a_weight_that_is_not_finite_is_named_and_the_model_left_as_it_was(rank_
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_after_a_failure_nothing_binds_the_model():
+    model = build("llama")
+    model.model.layers[2].mlp.down_proj.weight.data[3, 5] = float("nan")
+    before = vars(model.model).keys() | vars(model).keys()
+    config = WSVDConfig(rank_ratio=None, cache=CacheConfig(bits=4), self_check="none", low_precision=RTN)
+    with pytest.raises(ValueError, match="not finite"):
+        hf_wsvd.compress(model, config)
+    assert vars(model.model).keys() | vars(model).keys() == before
+    assert not model.model._forward_pre_hooks
 
 
 def test_an_offloaded_dense_model_is_refused(dense, tmp_path):
