@@ -277,3 +277,14 @@ def test_bad_weights_and_data_are_named_before_anything_is_changed():
         prepare(model, WSVDConfig(low_precision=LowPrecisionConfig()), [batch])
     after = model.state_dict()
     assert all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+
+
+def test_rotations_of_an_earlier_fit_are_forgotten():
+    """16-bit activations are not rotated by "wsvd_qat", whatever a config says that was written by another fit."""
+    settings = LowPrecisionConfig(activation_bits=16, residual_rotation=3, mlp_rotation=64, **FEW_STEPS)
+    config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=settings)
+    model, batch = tiny_models.build("llama"), tiny_models.prompt("llama")
+    fitted = hf_wsvd.compress(copy.deepcopy(model), config, calibration=[batch])
+    written = fitted.config.quantization_config.low_precision
+    assert (written.residual_rotation, written.mlp_rotation) == (None, None)
+    assert relative(answers(fitted, batch), answers(model, batch)) < 0.1

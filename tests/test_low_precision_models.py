@@ -12,13 +12,15 @@ import torch
 from low_precision_models import FORMATS, quantized
 from model_facts import auto_class, logits
 from safetensors.torch import load_file, save_file
-from tiny_models import CLOSED_FORM, build, calibration_batches, prompt
+from tiny_models import CLOSED_FORM, TEXT, build, calibration_batches, prompt
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CompileConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
@@ -75,6 +77,17 @@ def test_what_weighs_experts_is_left_alone_and_what_they_share_is_not():
     names = {name.split("layers.0.")[-1] for name in chosen_linears(model, WSVDConfig(low_precision=RTN))}
     assert {"self_attn.o_proj", "mlp.shared_expert.up_proj"} <= names
     assert not any(name.endswith((".gate", "shared_expert_gate")) for name in names)
+
+
+def test_a_layer_with_as_many_outputs_as_there_are_experts_is_no_router():
+    config = Qwen2MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=16
+    )
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(config)
+    assert model.model.layers[0].self_attn.k_proj.out_features == config.num_experts
+    names = {name.split("layers.0.")[-1] for name in chosen_linears(model, WSVDConfig(low_precision=RTN))}
+    assert {"self_attn.k_proj", "self_attn.v_proj"} <= names
 
 
 # What comes out -----------------------------------------------------------------------------------------------------
@@ -200,6 +213,28 @@ def test_layers_offloaded_to_disk_compute_the_same(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     assert loaded.model.layers[2].mlp.up_proj.weight.is_meta
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+@pytest.mark.parametrize("norm", ["cpu", "disk"])
+def test_rotations_hold_where_their_layers_are_offloaded(norm, tmp_path):
+    low_precision = LowPrecisionConfig(method="quarot")
+    config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=low_precision)
+    model = hf_wsvd.compress(build("llama"), config, calibration=calibration_batches("llama"))
+    model.save_pretrained(tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers": "disk", "model.norm": norm}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    assert loaded.model.layers[0].self_attn.q_proj.weight.is_meta
+    assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+def test_a_decoder_of_fused_projections_is_saved_and_comes_back(tmp_path):
+    """Its attention has no keys and values of its own to speak of, on the card as elsewhere."""
+    model = Phi3ForCausalLM(Phi3Config(**TEXT)).eval()
+    model = hf_wsvd.compress(model, WSVDConfig(rank_ratio=None, self_check="none", low_precision=RTN))
+    model.save_pretrained(tmp_path)
+    assert "## KV cache" not in (tmp_path / "README.md").read_text()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "llama"), logits(model, "llama"))
 
 
 def test_a_dense_checkpoint_is_quantized_while_it_loads(dense, statistics, tmp_path):
