@@ -116,6 +116,13 @@ def needs_batches(config: WSVDConfig) -> bool:
     return needs_guard_data(config) or (config.low_precision is not None and config.low_precision.needs_data)
 
 
+def refuse_unused_data(config: WSVDConfig, calibration: Any) -> None:
+    """Raise ValueError for data or statistics that nothing is measured on."""
+    unused = is_statistics(calibration) or not needs_batches(config)
+    if calibration is not None and not config.compresses and unused:
+        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+
+
 def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, processor: Any) -> None:
     """A config without ranks: packed caches over dense keys and values, guarded heads, weights of low precision.
 
@@ -123,8 +130,7 @@ def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, pro
         ValueError: data or statistics that nothing is measured on, and as `select_heads`.
     """
     refuse_statistics(config, calibration)
-    if calibration is not None and (is_statistics(calibration) or not needs_batches(config)):
-        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+    refuse_unused_data(config, calibration)
     if calibration is None and needs_batches(config):
         calibration = default_calibration(model, processor)
     batches, fit, dense = read_again(calibration), Fit([], {}), None

@@ -353,6 +353,21 @@ def test_after_a_failure_nothing_binds_the_model():
     assert not model.model._forward_pre_hooks
 
 
+@pytest.mark.usefixtures("no_weights")
+def test_a_compressed_checkpoint_is_not_rounded_as_it_loads(saved):
+    config = WSVDConfig(low_precision=LowPrecisionConfig(weight_bits=4, method="rtn"))
+    with pytest.raises(ValueError, match=r"low_precision=.* None for a compressed checkpoint"):
+        AutoModelForCausalLM.from_pretrained(saved, quantization_config=config)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_statistics_that_nothing_is_fitted_on_are_refused_before_weights_are_read(dense, statistics, tmp_path):
+    dense("llama").save_pretrained(tmp_path)
+    config = WSVDConfig(rank_ratio=None, low_precision=RTN, calibration=statistics("llama"))
+    with pytest.raises(ValueError, match="no rank to fit"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
 def test_an_offloaded_dense_model_is_refused(dense, tmp_path):
     dense("llama").save_pretrained(tmp_path)
     places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
