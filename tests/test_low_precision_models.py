@@ -27,6 +27,7 @@ from transformers import (
 
 import hf_wsvd
 from hf_wsvd import CacheConfig, LowPrecisionConfig, WSVDConfig
+from hf_wsvd.evaluate.cache_size import cache_size
 from hf_wsvd.low_precision.chosen import chosen_linears
 from hf_wsvd.low_precision.convert import quantized_modules
 from hf_wsvd.low_precision.latent import QuantizedLatentProjection
@@ -234,6 +235,8 @@ def test_a_decoder_of_fused_projections_is_saved_and_comes_back(tmp_path):
     model = hf_wsvd.compress(model, WSVDConfig(rank_ratio=None, self_check="none", low_precision=RTN))
     model.save_pretrained(tmp_path)
     assert "## KV cache" not in (tmp_path / "README.md").read_text()
+    with pytest.raises(ValueError, match="no attention with `k_proj`"):
+        cache_size(model.config)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "llama"), logits(model, "llama"))
 
 
