@@ -30,7 +30,7 @@ from .quantizer_config import KeyLayout, WSVDConfig
 from .self_check import set_self_check
 from .self_check_file import load_self_check
 from .streaming import Factorise, Streaming, refuse_offload
-from .surgery import bind_all, fit_latents, insert_empty, merge_all
+from .surgery import bind_all, fit_latents, insert_empty, merge_all, refuse_unused_data
 from .targets import Target, targets
 from .version import __version__
 
@@ -97,6 +97,7 @@ class WSVDHfQuantizer(HfQuantizer):
             check_guards(model, config)
             check_low_precision(model, config, config.calibration)
             refuse_statistics(config, config.calibration)
+            refuse_unused_data(config, config.calibration)
             statistics = given_statistics(config.calibration)
             if statistics is not None:
                 self._streaming = Streaming(model, config, statistics)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,7 +83,6 @@ def fit_latents(
             fisher=config.refinement == "fisher",
             keep_answers=config.refinement == "distillation",
         )
-    implementation = decoder_of(model).config._attn_implementation
     dense = None
     if config.self_check != "none":
         dense = recorded_dense_side(statistics, config.self_check) or measured_dense_side(model)
@@ -90,19 +90,37 @@ def fit_latents(
     if config.head_guard is not None and config.head_guard.scores_on == "dense":
         guard_heads(model, config, batches)
     with fitted(model, config, statistics) as fit:
-        try:
+        with unbound_on_failure(model):
             settle(model, config, fit, dense, statistics, batches)
-        except BaseException:
-            unbind_all(model)
-            decoder_of(model).set_attn_implementation(implementation)
-            vars(model).pop("_wsvd_self_check", None)
-            raise
         fit.keep()
+
+
+@contextmanager
+def unbound_on_failure(model: PreTrainedModel) -> Iterator[None]:
+    """Undo what binds a model, and its self-check, if what happens inside fails."""
+    decoder = decoder_of(model)
+    implementation, cuts_prompts = decoder.config._attn_implementation, hasattr(decoder, "_wsvd_prefill")
+    try:
+        yield
+    except BaseException:
+        unbind_all(model)
+        if not cuts_prompts:
+            remove_prefill_hook(model)
+        decoder.set_attn_implementation(implementation)
+        vars(model).pop("_wsvd_self_check", None)
+        raise
 
 
 def needs_batches(config: WSVDConfig) -> bool:
     """Whether the model is run on calibration data after its statistics are known."""
     return needs_guard_data(config) or (config.low_precision is not None and config.low_precision.needs_data)
+
+
+def refuse_unused_data(config: WSVDConfig, calibration: Any) -> None:
+    """Raise ValueError for data or statistics that nothing is measured on."""
+    unused = is_statistics(calibration) or not needs_batches(config)
+    if calibration is not None and not config.compresses and unused:
+        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
 
 
 def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, processor: Any) -> None:
@@ -112,18 +130,18 @@ def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, pro
         ValueError: data or statistics that nothing is measured on, and as `select_heads`.
     """
     refuse_statistics(config, calibration)
-    if calibration is not None and (is_statistics(calibration) or not needs_batches(config)):
-        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+    refuse_unused_data(config, calibration)
     if calibration is None and needs_batches(config):
         calibration = default_calibration(model, processor)
     batches, fit, dense = read_again(calibration), Fit([], {}), None
     if config.low_precision is not None and config.self_check != "none":
         dense = measured_dense_side(model)
     guard_heads(model, config, batches)
-    bind_all(model, [], {}, config.storage)
-    if config.low_precision is not None:
-        fit.info["low_precision"] = lower_precision(model, config, batches)
-        attach_self_check(model, dense)
+    with unbound_on_failure(model):
+        bind_all(model, [], {}, config.storage)
+        if config.low_precision is not None:
+            fit.info["low_precision"] = lower_precision(model, config, batches)
+            attach_self_check(model, dense)
     record(config, fit, {}, decoder_shape(model), {})
 
 
@@ -329,8 +347,6 @@ def merge_all(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
     unwatch_image_tokens(model)
     dequantize_modules(model, dtype)
     for attention in decoder_attentions(model):
-        if not isinstance(attention.module.k_proj, LatentProjection):
-            continue
         for side in "qkv":
             projection = getattr(attention.module, f"{side}_proj", None)
             if isinstance(projection, LatentProjection):

@@ -339,6 +339,12 @@ class WSVDConfig(QuantizationConfigMixin):
                 "WSVDConfig: calibration is given, but this checkpoint is compressed already: load it without "
                 "quantization_config, or compress the dense checkpoint"
             )
+        if self.low_precision is not None and self.decoder_shape is None:
+            fail(
+                "low_precision",
+                self.low_precision.to_dict(),
+                "None for a compressed checkpoint, whose weights stay as they are; compress the dense one",
+            )
         if self.cache is None:
             return {}
         if self.keeps_full_rank and self.decoder_shape is None:

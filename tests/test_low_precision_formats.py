@@ -191,11 +191,14 @@ def test_a_quantized_projection_gives_latents_of_its_rounded_down_factor(bits, f
     assert layer.up is projection.up
 
 
-@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.float64), nn.Module.float])
+@pytest.mark.parametrize(
+    "cast", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to(torch.float64), lambda m: m.type(torch.half)]
+)
 def test_casts_leave_codes_and_scales_as_they_are(cast):
     layer = QuantizedLinear.from_linear(nn.Linear(IN, OUT), LowPrecisionConfig(method="rtn"))
     before = layer.weight.clone(), layer.weight_scales.clone()
     cast(layer)
+    assert layer.weight.dtype == torch.int8
     assert torch.equal(layer.weight, before[0])
     assert layer.weight_scales.dtype == torch.float32
     assert torch.equal(layer.weight_scales, before[1])

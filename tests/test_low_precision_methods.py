@@ -235,7 +235,8 @@ def test_low_rank_factors_err_less_than_the_nearest_in_the_metric_of_the_gradien
 
 def test_a_cayley_step_stays_orthogonal_and_goes_downhill():
     target = spreading_rotation(8, seed=1).expand(3, 8, 8)
-    rotation = spreading_rotation(8, seed=2).expand(3, 8, 8)
+    skew = torch.randn(3, 8, 8, dtype=torch.float64).triu(1)
+    rotation = target @ torch.linalg.matrix_exp(skew - skew.mT)
     distances = []
     for _ in range(20):
         distances.append((rotation - target).square().sum((1, 2)))
@@ -277,3 +278,28 @@ def test_bad_weights_and_data_are_named_before_anything_is_changed():
         prepare(model, WSVDConfig(low_precision=LowPrecisionConfig()), [batch])
     after = model.state_dict()
     assert all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+
+
+def test_rotations_of_an_earlier_fit_are_forgotten():
+    """16-bit activations are not rotated by "wsvd_qat", whatever a config says that was written by another fit."""
+    settings = LowPrecisionConfig(activation_bits=16, residual_rotation=3, mlp_rotation=64, **FEW_STEPS)
+    config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=settings)
+    model, batch = tiny_models.build("llama"), tiny_models.prompt("llama")
+    fitted = hf_wsvd.compress(copy.deepcopy(model), config, calibration=[batch])
+    written = fitted.config.quantization_config.low_precision
+    assert (written.residual_rotation, written.mlp_rotation) == (None, None)
+    assert relative(answers(fitted, batch), answers(model, batch)) < 0.1
+
+
+def test_data_come_in_every_form_that_a_fit_takes():
+    batch = tiny_models.prompt("llama")
+    row = {name: column[0] for name, column in batch.items()} | {"caption": "no argument of the model"}
+    models = []
+    for data in (batch, [batch], [row]):
+        config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=LowPrecisionConfig(method="smoothquant"))
+        models.append(hf_wsvd.compress(tiny_models.build("llama"), config, calibration=data))
+    first, *others = (answers(model, batch) for model in models)
+    assert all(torch.equal(first, other) for other in others)
+    for data, message in ((5, "an iterable of them, got int"), ([{"mask": batch["input_ids"]}], "needs a column")):
+        with pytest.raises(ValueError, match=message):
+            hf_wsvd.compress(tiny_models.build("llama"), config, calibration=data)

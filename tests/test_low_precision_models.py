@@ -12,23 +12,27 @@ import torch
 from low_precision_models import FORMATS, quantized
 from model_facts import auto_class, logits
 from safetensors.torch import load_file, save_file
-from tiny_models import CLOSED_FORM, build, calibration_batches, prompt
+from tiny_models import CLOSED_FORM, TEXT, build, calibration_batches, prompt
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     CompileConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
 
 import hf_wsvd
-from hf_wsvd import LowPrecisionConfig, WSVDConfig
+from hf_wsvd import CacheConfig, LowPrecisionConfig, WSVDConfig
+from hf_wsvd.evaluate.cache_size import cache_size
 from hf_wsvd.low_precision.chosen import chosen_linears
 from hf_wsvd.low_precision.convert import quantized_modules
 from hf_wsvd.low_precision.latent import QuantizedLatentProjection
 from hf_wsvd.low_precision.linear import QuantizedLinear
+from hf_wsvd.modules import LatentProjection
 
 
 RTN = LowPrecisionConfig(method="rtn")
@@ -76,6 +80,17 @@ def test_what_weighs_experts_is_left_alone_and_what_they_share_is_not():
     assert not any(name.endswith((".gate", "shared_expert_gate")) for name in names)
 
 
+def test_a_layer_with_as_many_outputs_as_there_are_experts_is_no_router():
+    config = Qwen2MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, num_experts=16
+    )
+    with torch.device("meta"):
+        model = Qwen2MoeForCausalLM(config)
+    assert model.model.layers[0].self_attn.k_proj.out_features == config.num_experts
+    names = {name.split("layers.0.")[-1] for name in chosen_linears(model, WSVDConfig(low_precision=RTN))}
+    assert {"self_attn.k_proj", "self_attn.v_proj"} <= names
+
+
 # What comes out -----------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +102,17 @@ def test_the_model_computes_with_its_rounded_weights(form):
     # Only rounded activations set the two apart.
     assert error < {16: 1e-5, 8: 0.1, 4: 0.8}[FORMATS[form]["activation_bits"]]
     assert error > 0 or FORMATS[form]["activation_bits"] == 16
+
+
+@pytest.mark.parametrize("left_alone", ["k_proj", "v_proj"])
+def test_dequantize_merges_latents_that_low_precision_left_alone_too(left_alone):
+    settings = LowPrecisionConfig(method="rtn", activation_bits=16, modules_to_not_convert=[left_alone])
+    config = WSVDConfig(**CLOSED_FORM, self_check="none", low_precision=settings)
+    model = hf_wsvd.compress(build("llama"), config, calibration=calibration_batches("llama"))
+    before = logits(model, "llama")
+    plain = model.dequantize()
+    assert not any(isinstance(module, LatentProjection) for module in plain.modules())
+    torch.testing.assert_close(logits(plain, "llama"), before, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "llava"])
@@ -188,6 +214,30 @@ def test_layers_offloaded_to_disk_compute_the_same(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
     assert loaded.model.layers[2].mlp.up_proj.weight.is_meta
     assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+@pytest.mark.parametrize("norm", ["cpu", "disk"])
+def test_rotations_hold_where_their_layers_are_offloaded(norm, tmp_path):
+    low_precision = LowPrecisionConfig(method="quarot")
+    config = WSVDConfig(rank_ratio=None, self_check="none", low_precision=low_precision)
+    model = hf_wsvd.compress(build("llama"), config, calibration=calibration_batches("llama"))
+    model.save_pretrained(tmp_path)
+    places = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers": "disk", "model.norm": norm}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "offload")
+    assert loaded.model.layers[0].self_attn.q_proj.weight.is_meta
+    assert torch.equal(logits(loaded, "llama"), logits(model, "llama"))
+
+
+def test_a_decoder_of_fused_projections_is_saved_and_comes_back(tmp_path):
+    """Its attention has no keys and values of its own to speak of, on the card as elsewhere."""
+    model = Phi3ForCausalLM(Phi3Config(**TEXT)).eval()
+    model = hf_wsvd.compress(model, WSVDConfig(rank_ratio=None, self_check="none", low_precision=RTN))
+    model.save_pretrained(tmp_path)
+    assert "## KV cache" not in (tmp_path / "README.md").read_text()
+    with pytest.raises(ValueError, match="no attention with `k_proj`"):
+        cache_size(model.config)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path), "llama"), logits(model, "llama"))
 
 
 def test_a_dense_checkpoint_is_quantized_while_it_loads(dense, statistics, tmp_path):
@@ -293,6 +343,32 @@ def test_a_weight_that_is_not_finite_is_named_and_the_model_left_as_it_was(rank_
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_after_a_failure_nothing_binds_the_model():
+    model = build("llama")
+    model.model.layers[2].mlp.down_proj.weight.data[3, 5] = float("nan")
+    before = vars(model.model).keys() | vars(model).keys()
+    config = WSVDConfig(rank_ratio=None, cache=CacheConfig(bits=4), self_check="none", low_precision=RTN)
+    with pytest.raises(ValueError, match="not finite"):
+        hf_wsvd.compress(model, config)
+    assert vars(model.model).keys() | vars(model).keys() == before
+    assert not model.model._forward_pre_hooks
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_compressed_checkpoint_is_not_rounded_as_it_loads(saved):
+    config = WSVDConfig(low_precision=LowPrecisionConfig(weight_bits=4, method="rtn"))
+    with pytest.raises(ValueError, match=r"low_precision=.* None for a compressed checkpoint"):
+        AutoModelForCausalLM.from_pretrained(saved, quantization_config=config)
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_statistics_that_nothing_is_fitted_on_are_refused_before_weights_are_read(dense, statistics, tmp_path):
+    dense("llama").save_pretrained(tmp_path)
+    config = WSVDConfig(rank_ratio=None, low_precision=RTN, calibration=statistics("llama"))
+    with pytest.raises(ValueError, match="no rank to fit"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
 
 
 def test_an_offloaded_dense_model_is_refused(dense, tmp_path):

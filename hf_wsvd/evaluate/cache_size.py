@@ -95,6 +95,8 @@ def _only(shape: Mapping[str, Any], name: str) -> int:
     values = shape.get(name)
     if not isinstance(values, list) or not all(isinstance(value, int) and value > 0 for value in values):
         raise ValueError(f"WSVDConfig: decoder_shape[{name!r}]={values!r} is not a list of positive integers")
+    if not values:
+        raise ValueError("the decoder has no attention with `k_proj` and `v_proj` whose cache could be counted")
     if len(values) != 1:
         raise ValueError("layers differ in head shape: load the model and use hf_wsvd.evaluate.memory to measure it")
     return values[0]

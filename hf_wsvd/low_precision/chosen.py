@@ -13,6 +13,8 @@ from .weights import group_size_of
 
 # Fields of text configs that say how many experts a router chooses from.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What a router, or the module that holds it, is called: other layers may have as many outputs as there are experts.
+ROUTER_NAMES = ("gate", "router")
 
 
 def chosen_linears(model: PreTrainedModel, config: WSVDConfig) -> dict[str, nn.Linear | LatentProjection]:
@@ -38,7 +40,7 @@ def chosen_linears(model: PreTrainedModel, config: WSVDConfig) -> dict[str, nn.L
         for name, module in block.named_modules(prefix=f"{prefix}.{number}"):
             if type(module) not in (nn.Linear, LatentProjection) or matches(name, left_alone):
                 continue
-            if not is_router(module, text):
+            if not is_router(name, module, text):
                 found[name] = module
     if not found:
         raise ValueError(
@@ -64,7 +66,8 @@ def decoder_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise ValueError(f"{type(model).__name__}: its decoder has no list of {count} blocks to quantize")
 
 
-def is_router(module: nn.Linear | LatentProjection, text: PretrainedConfig) -> bool:
+def is_router(name: str, module: nn.Linear | LatentProjection, text: PretrainedConfig) -> bool:
     """Whether a layer chooses among experts, or weighs one: its outputs are no features."""
-    counts = {getattr(text, name, None) for name in EXPERT_COUNTS}
-    return module.out_features == 1 or module.out_features in counts
+    counts = {getattr(text, field, None) for field in EXPERT_COUNTS}
+    chooses = module.out_features in counts and any(part in ROUTER_NAMES for part in name.split("."))
+    return chooses or module.out_features == 1

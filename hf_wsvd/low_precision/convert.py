@@ -89,6 +89,8 @@ def lower_precision(
     """
     refuse_offload(model, config)
     check_weights(model, config)
+    # Rotations of an earlier fit, in a config that is used again, are none of these weights'.
+    config.low_precision.residual_rotation = config.low_precision.mlp_rotation = None
     record = prepare(model, config, batches, statistics)
     quantize_modules(model, config)
     install_rotations(model, config)

@@ -60,10 +60,11 @@ class QuantizedWeight(nn.Module):
         return dequantize_weight(self.codes, self.weight_scales, self.weight_bits, self.in_features)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        scales = self.weight_scales.data
+        held = self.weight.data, self.weight_scales.data
         super()._apply(fn, recurse)
-        if self.weight_scales.dtype != scales.dtype:  # a cast, perhaps together with a move
-            self.weight_scales.data = scales.to(self.weight_scales.device)
+        for parameter, values in zip((self.weight, self.weight_scales), held):
+            if parameter.dtype != values.dtype:  # a cast, perhaps together with a move
+                parameter.data = values.to(parameter.device)
         return self
 
     def format_repr(self) -> str:

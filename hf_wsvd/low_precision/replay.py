@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..calibration.batches import BESIDE_INPUTS, Batch
 from ..calibration.chat import place
+from ..calibration.data import validate_batches
 from ..decoder import evaluation_mode
 
 
@@ -65,7 +66,7 @@ def recorded(
     mostly share.
 
     Raises:
-        ValueError: no batch, or layers that are not called one after the other.
+        ValueError: as `validate_batches`, and for layers that are not called one after the other.
     """
     found: list[RecordedBatch] = []
     tokens = 0
@@ -74,7 +75,7 @@ def recorded(
         for number, layer in enumerate(layers):
             stack.callback(layer.register_forward_pre_hook(recorder.before(number), with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(recorder.after).remove)
-        for batch in batches:
+        for batch in validate_batches(batches, model, description="Recording"):
             recorder.start(batch.get("attention_mask"))
             inputs = {name: value for name, value in batch.items() if name not in BESIDE_INPUTS}
             model(**place(inputs, model), use_cache=False)
@@ -82,8 +83,6 @@ def recorded(
             tokens += found[-1].hidden.shape[:2].numel()
             if tokens >= most_tokens:
                 break
-    if not found:
-        raise ValueError("low_precision: the calibration data hold no batch")
     return found
 
 

@@ -38,6 +38,8 @@ class Spreading(nn.Module):
         if size < 1 or width % size:
             raise ValueError(f"Spreading: size={size} is not allowed; allowed: a divisor of width = {width}")
         self.width, self.size, self.seed, self.back = width, size, seed, back
+        if device is not None and device.type == "meta":
+            device = None  # of a layer that is offloaded: the constants stay, and nothing would give them values
         power = size & -size
         left = 2 ** ((power.bit_length() - 1) // 2)
         # The Hadamard matrix of a power of two is the Kronecker product of those of its halves.
@@ -50,12 +52,14 @@ class Spreading(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., width]` to the same."""
-        left, right = self.left.float() * UNIT, self.right.float() * UNIT  # both are symmetric
+        # Inputs may come from another device: layers that are offloaded or spread move them after this.
+        left, right, signs = (constant.to(x.device) for constant in (self.left, self.right, self.signs))
+        left, right = left.float() * UNIT, right.float() * UNIT  # both are symmetric
         blocks = x.float().unflatten(-1, (-1, self.size))
-        blocks = blocks if self.back else blocks * self.signs
+        blocks = blocks if self.back else blocks * signs
         blocks = blocks.unflatten(-1, (len(left), len(right)))
         blocks = ((left @ blocks) @ right).flatten(-2)
-        return (blocks * self.signs if self.back else blocks).flatten(-2).to(x.dtype)
+        return (blocks * signs if self.back else blocks).flatten(-2).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"width={self.width}, size={self.size}, seed={self.seed}, back={self.back}"
