@@ -178,8 +178,8 @@ def covering_plan(variants: Iterable[Variant]) -> list[tuple[Variant, int]]:
 
 
 def covering(variants: Iterable[Variant]) -> list[Variant]:
-    """Few variants in which every kernel, every type of an argument and every word among the constants occurs, and of
-    the numbers among them the largest."""
+    """Few variants in which every kernel, every type of an argument (of descriptors that of their elements) and every
+    word among the constants occurs, and of the numbers among them the largest."""
     variants = list(variants)
     numbers: dict[tuple[object, str], list[int]] = {}
     for variant in variants:
@@ -189,7 +189,8 @@ def covering(variants: Iterable[Variant]) -> list[Variant]:
     largest = {key: max(values) for key, values in numbers.items()}
 
     def facts(variant: Variant) -> set[tuple[object, str, object]]:
-        items = [*variant.signature.items(), *variant.constexprs.items()]
+        types = ((name, kind.partition("[")[0]) for name, kind in variant.signature.items())
+        items = [*types, *variant.constexprs.items()]
         return {
             (variant.kernel, name, value)
             for name, value in items

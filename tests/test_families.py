@@ -61,7 +61,13 @@ def generate(model: PreTrainedModel) -> tuple[torch.Tensor, Cache]:
     return torch.stack(out.logits), next(value for value in out.values() if isinstance(value, Cache))
 
 
-@pytest.mark.parametrize("model_type", [*WITH_LATENTS, *WITHOUT_LATENTS])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "falcon_h1" else name
+        for name in (*WITH_LATENTS, *WITHOUT_LATENTS)
+    ],
+)
 def test_generation_equals_the_merged_model(model_type, monkeypatch):
     options, layout = WITH_LATENTS.get(model_type) or (WITHOUT_LATENTS[model_type], None)
     warnings: list[str] = []

@@ -7,6 +7,7 @@ import copy
 import pytest
 import tiny_models
 import torch
+from model_facts import hooks
 from torch import Tensor
 
 import hf_wsvd
@@ -289,21 +290,23 @@ def test_inputs_embeds_calibrate_as_their_ids_do(dense):
 def test_the_model_is_left_in_its_mode_without_hooks(dense, training):
     model = copy.deepcopy(dense("llama")).train(training)
     model.lm_head.train(not training)
+    before = hooks(model)
     hf_wsvd.collect_statistics(model, padded_batches())
     assert model.lm_head.training is not training
     assert all(module.training is training for module in model.model.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert hooks(model) == before
 
 
 def test_a_failing_calibration_names_the_module_and_leaves_mode_and_hooks(dense):
     model = copy.deepcopy(dense("llama")).train()
     model.model.layers[1].input_layernorm.weight.data[3] = float("inf")
+    before = hooks(model)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn\.k_proj are not finite"):
         hf_wsvd.collect_statistics(model, padded_batches())
     with pytest.raises(ValueError, match="vocabulary"):
         hf_wsvd.collect_statistics(model, [*padded_batches(), {"input_ids": torch.tensor([[999]])}])
     assert model.training
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert hooks(model) == before
 
 
 # What a review found -------------------------------------------------------------------------------------------------

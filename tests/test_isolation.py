@@ -83,7 +83,10 @@ def test_two_copies_keep_their_own_caches(family, compressed):
 
 
 # The dense Mistral takes two graphs: static sliding layers of transformers hold their length as a Python integer.
-@pytest.mark.parametrize("family", ["llama_mha", "qwen3", "llava", "mistral"])
+@pytest.mark.parametrize(
+    "family",
+    ["llava", "mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama_mha", "qwen3"))],
+)
 @torch.no_grad()
 def test_a_static_decode_step_compiles_whole_and_once(family, compressed, monkeypatch):
     model = compressed(family)
