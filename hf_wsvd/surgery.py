@@ -120,7 +120,10 @@ def refuse_unused_data(config: WSVDConfig, calibration: Any) -> None:
     """Raise ValueError for data or statistics that nothing is measured on."""
     unused = is_statistics(calibration) or not needs_batches(config)
     if calibration is not None and not config.compresses and unused:
-        raise ValueError("calibration data or statistics are given, but the WSVDConfig gives no rank to fit")
+        raise ValueError(
+            "calibration data or statistics are given, but the WSVDConfig gives no rank to fit, and nothing else in "
+            "it measures anything on them (low_precision of a method other than 'rtn' does, on data): leave them out"
+        )
 
 
 def pack_dense(model: PreTrainedModel, config: WSVDConfig, calibration: Any, processor: Any) -> None:

@@ -108,6 +108,15 @@ def test_weights_of_few_bits(models, tmp_path, capsys):
     assert "4 bits" in (tmp_path / "README.md").read_text()
 
 
+def test_weights_alone_need_no_data(models, tmp_path, capsys):
+    options = ["--rank-ratio", "none", "--weight-bits", "8", "--low-precision-method", "rtn"]
+    assert run(["compress", str(models / "text"), "-o", str(tmp_path), *options]) == 0
+    assert "no layer holds latents" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not model.config.quantization_config.compresses
+    assert model.config.quantization_config.calibration_info == {}
+
+
 def test_dtype_is_kept_or_chosen(models, tmp_path):
     assert run(["compress", str(models / "text"), "-o", str(tmp_path / "out"), "--dtype", "bfloat16", *FAST]) == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
@@ -160,7 +169,7 @@ def test_calibration_rows_with_images(models, tmp_path):
     [
         (["compress", "{text}"], "--output-dir"),
         (["compress", "{text}", "-o", "{new}", "--rank-ratio", "1.5"], "rank_ratio"),
-        (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "'--rank-ratio'"),
+        (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "--rank-ratio must be a number or none, got half"),
         (["compress", "{text}", "-o", "{new}", "--weight-bits", "3"], "weight_bits=3 is not allowed"),
         (["compress", "{text}", "-o", "{new}", "--activation-bits", "8"], "--activation-bits needs --weight-bits"),
         (["compress", "{text}", "-o", "{new}", "--k-rank", "17"], "head_dim = 16"),

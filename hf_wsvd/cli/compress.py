@@ -20,6 +20,7 @@ from ..quantizer_config import (
     LowPrecisionConfig,
     WSVDConfig,
 )
+from ..surgery import needs_batches
 from .dataset_options import (
     Dataset,
     DatasetName,
@@ -40,7 +41,9 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 def compress(
     model: Annotated[str, typer.Argument(help="Folder or Hub repository of a dense text or vision-language model.")],
     output_dir: Annotated[Path, typer.Option("-o", "--output-dir", help="Folder to write; new or empty.")],
-    rank_ratio: Annotated[float, typer.Option(help="Latent width as a fraction of the head dimension.")] = 0.5,
+    rank_ratio: Annotated[
+        str, typer.Option(help="Latent width as a fraction of the head dimension; none: no head is cut.")
+    ] = "0.5",
     k_rank: Annotated[int | None, typer.Option(help="Rank of every K head, in place of the ratio.")] = None,
     v_rank: Annotated[int | None, typer.Option(help="Rank of every V head, in place of the ratio.")] = None,
     method: Annotated[str, typer.Option(help=f"{', '.join(METHODS)}; the others are for comparison.")] = "wsvd",
@@ -104,7 +107,7 @@ def compress(
         raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     check_device(device)
     config = WSVDConfig(
-        rank_ratio=rank_ratio,
+        rank_ratio=ratio(rank_ratio),
         k_rank=k_rank,
         v_rank=v_rank,
         method=method,
@@ -138,7 +141,7 @@ def compress(
     )
     statistics = None if calibration is None else load_statistics(calibration)
     dense = load_dense(model, source, auto_class, dtype, device)
-    if batches is None and statistics is None:
+    if batches is None and statistics is None and (config.compresses or needs_batches(config)):
         batches = built_in_batches(dense, processor, samples, max_tokens, seed)
     compressed = compress_model(dense, config, calibration=batches, statistics=statistics)
     with replaced_folder(output_dir) as partial:
@@ -147,6 +150,16 @@ def compress(
     size = sum(file.stat().st_size for file in output_dir.rglob("*") if file.is_file())
     typer.echo(f"{output_dir}: {size / 1e6:.1f} MB")
     typer.echo(cache_size(compressed.config).summary())
+
+
+def ratio(text: str) -> float | None:
+    """What `--rank-ratio` says; ValueError for neither a number nor none."""
+    if text == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--rank-ratio must be a number or none, got {text}") from None
 
 
 def guard_config(

@@ -45,10 +45,12 @@ class CacheSize:
     def summary(self) -> str:
         """One line: ranks, bytes, ratio."""
         latent = [layer for layer in self.layers if layer.key_layout is not None]
+        share = f"{self.bytes:,} bytes a token in {self.dtype}, {self.bytes / self.dense_bytes:.1%} of dense"
+        if not latent:
+            return f"no layer holds latents; KV cache {share}"
         ranks = ", ".join(
             f"{side} rank {_span([getattr(layer, f'{side.lower()}_rank') for layer in latent])}" for side in "KV"
         )
-        share = f"{self.bytes:,} bytes a token in {self.dtype}, {self.bytes / self.dense_bytes:.1%} of dense"
         return (
             f"{len(latent)} of {len(self.layers)} layers hold latents ({ranks} of {self.head_dim}); KV cache {share}"
         )
