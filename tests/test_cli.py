@@ -169,7 +169,7 @@ def test_calibration_rows_with_images(models, tmp_path):
     [
         (["compress", "{text}"], "--output-dir"),
         (["compress", "{text}", "-o", "{new}", "--rank-ratio", "1.5"], "rank_ratio"),
-        (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "--rank-ratio must be a number or none, got half"),
+        (["compress", "{text}", "-o", "{new}", "--rank-ratio", "half"], "must be a number or none, got half"),
         (["compress", "{text}", "-o", "{new}", "--weight-bits", "3"], "weight_bits=3 is not allowed"),
         (["compress", "{text}", "-o", "{new}", "--activation-bits", "8"], "--activation-bits needs --weight-bits"),
         (["compress", "{text}", "-o", "{new}", "--k-rank", "17"], "head_dim = 16"),
