@@ -68,10 +68,18 @@ def _merged(family: str, rank_ratio: float | None, options: tuple) -> PreTrained
 
 
 def _forgetful(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without what M-RoPE families remember of the last image, which another test may have shown it."""
+    """The model without what other tests that had it left there.
+
+    M-RoPE families remember the last image. Transformers hooks the layers when hidden states are first asked for, and
+    leaves its hooks, which pickle refuses.
+    """
     for module in model.modules():
         if hasattr(module, "rope_deltas"):
             module.rope_deltas = None
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        for number, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "output_capturing_hook":
+                del module._forward_hooks[number]
     return model
 
 
