@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from model_facts import hooks
+from model_facts import hooks, logits
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -207,6 +207,7 @@ def test_the_model_is_as_it_was(family, fails, dense):
     model = copy.deepcopy(dense(family)).train()
     model.get_decoder().layers[1].eval()
     next(model.parameters()).requires_grad_(False)
+    logits(model, family)  # at the first forward transformers hooks vision towers, for good
     before, weights = facts(model), copy.deepcopy(model.state_dict())
     batches = sequences(family, labelled=True)
     if fails:
